@@ -181,6 +181,8 @@ class WorkerOptions(ListenerOptions):
     allow_origin: list[str] = option(list, "web pages of this origin, such as https://chat.example, may read answers "
                                      "(CORS); repeatable; *: all pages", section="access", metavar="ORIGIN",
                                      worker=True)
+    strict_fields: bool = option(False, "refuse requests with unknown fields; otherwise these are ignored, and a "
+                                 "header of the answer names them", worker=True)
     max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)
     pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
                              "that a group without one serves on)", section="groups", flag_name="address",

@@ -72,7 +72,7 @@ def main() -> None:
     pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants,
                         certificates=certificates, alive_fd=a.alive_fd, heartbeat=a.heartbeat,
-                        origins=frozenset(a.allow_origin))
+                        origins=frozenset(a.allow_origin), strict_fields=a.strict_fields)
     # One thread serves; the others, of the connections to the pool, must not make it wait long.
     sys.setswitchinterval(0.001)
     listener = socket.socket(fileno=a.fd)

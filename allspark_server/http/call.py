@@ -24,7 +24,7 @@ from .choices import Choices
 from .errors import INTERNAL, ApiError
 from .metrics import Metrics
 from .pool import TURN_SECONDS, Answer, Pool
-from .wire import Body, parse
+from .wire import Body, UnknownFields, parse
 
 if TYPE_CHECKING:
     from allspark_server.access import Access
@@ -62,6 +62,8 @@ class HttpWorker:
     heartbeat: float = 0.0
     #: origins of web pages that may read answers (CORS); "*": all
     origins: frozenset[str] = frozenset()
+    #: whether a body with an unknown field is refused
+    strict_fields: bool = False
 
     def __post_init__(self) -> None:
         self.calls: set[Call] = set()
@@ -109,6 +111,7 @@ class Call:
         self.generated: list[Choices] = []
         self.task: asyncio.Future[None] | None = None
         self.body_size = 0
+        self.unknown = UnknownFields(worker.strict_fields)
         self.status = 0
         self.created = int(time.time())
         self.began = time.monotonic()
@@ -210,6 +213,8 @@ class Call:
         self.status, self._sending_since = status, time.monotonic()
         self._written = self._sending_since
         headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        if ignored := ", ".join(self.unknown.ignored):
+            headers.append((b"warning", f'299 - "unknown fields are ignored: {ignored}"'.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self._sending_since = 0.0
 
@@ -265,7 +270,7 @@ class Endpoint:
                 if self.form is not None:
                     body = await share.read(scope, receive)
                     call.body_size = len(body)
-                    form = parse(self.form, body)
+                    form = parse(self.form, body, call.unknown)
                     del body
                     await asyncio.sleep(0)      # other calls' turn: parsing may have taken long
                 await self._until_gone(call, form, receive)

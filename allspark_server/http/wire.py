@@ -7,10 +7,21 @@ as many errors as its form has fields.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WrapValidator,
+    model_validator,
+)
 
 from allspark_server.json_structure import MAX_CONTAINERS
 
@@ -18,13 +29,27 @@ from .errors import from_validation, invalid_json
 
 INT64_MAX = 2**63 - 1
 INT32_MAX = 2**31 - 1
+_MOST_IGNORED, _LONGEST_NAME = 10, 40   # names of unknown fields in a header, and characters of each
+
+
+@dataclass
+class UnknownFields:
+    """What becomes of unknown fields of a body: they are refused, or ignored. `ignored`: their names, at most ten."""
+
+    refused: bool = True
+    ignored: list[str] = field(default_factory=list)
+
+    def ignore(self, name: str) -> None:
+        """Notes the name of an ignored field, as far as a header can hold it."""
+        if len(self.ignored) < _MOST_IGNORED:
+            self.ignored.append(re.sub(r"[^\w.-]", "?", name[:_LONGEST_NAME], flags=re.ASCII))
 
 
 class Wire(BaseModel):
     """Base of the wire forms: no conversions ("1" is not a number), no unknown fields, no NaN.
 
-    Unknown fields below the top level are ignored if they are null: clients send answers back with all the fields of
-    their own types.
+    Unknown fields of the body are ignored if the validation's context, UnknownFields, says so. Those below it are
+    ignored if they are null: clients send answers back with all the fields of their own types.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
@@ -38,13 +63,18 @@ class Wire(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, value: Any) -> Any:
-        """Keeps one unknown field, for the error: each costs microseconds."""
+    def _one_unknown(cls, value: Any, info: ValidationInfo) -> Any:
+        """Keeps one unknown field, for the error, or none: each costs microseconds."""
         if not isinstance(value, dict) or value.keys() <= cls._names:
             return value
+        unknown: UnknownFields = info.context or UnknownFields()
         known = {name: inner for name, inner in value.items() if name in cls._names}
         for name, inner in value.items():
-            if name not in cls._names and (inner is not None or cls._top):
+            if name in cls._names:
+                continue
+            if cls._top and not unknown.refused:
+                unknown.ignore(name)
+            elif inner is not None or cls._top:
                 return {**known, name: inner}
         return known
 
@@ -66,10 +96,10 @@ class Body(Wire):
 Form = TypeVar("Form", bound=Body)
 
 
-def parse(form: type[Form], body: bytes) -> Form:
-    """A body as a form. Raises ApiError naming the field that is wrong."""
+def parse(form: type[Form], body: bytes, unknown: UnknownFields | None = None) -> Form:
+    """A body as a form. Raises ApiError naming the field that is wrong. `unknown`: None refuses unknown fields."""
     try:
-        return form.model_validate_json(body)
+        return form.model_validate_json(body, context=unknown)
     except ValidationError as error:
         raise invalid_json(error) from None
 

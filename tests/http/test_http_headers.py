@@ -91,3 +91,21 @@ def test_silent_streams_get_comments(served):
     assert 1 <= len(comments) <= time.monotonic() - began
     assert not any(line.startswith(":") for line in quick)
     assert text(slow) == text(quick) != "" and slow[-1] == quick[-1] == "data: [DONE]"
+
+
+def test_unknown_fields_are_ignored_and_named(served):
+    """Those of the body; a strict server and what lies deeper is in test_http_bad_input.py."""
+    _, client = served
+    body = {"model": "m", "prompt": "x", "max_tokens": 1}
+    plain = client.post("/v1/completions", json=body)
+    assert plain.status_code == 200 and "warning" not in plain.headers
+    more = client.post("/v1/completions", json={**body, "chat_id": 1, "nonsense\r\nx: y": None, "z" * 99: []})
+    assert more.json()["choices"] == plain.json()["choices"]
+    names = f"chat_id, nonsense??x??y, {'z' * 40}"
+    assert more.headers["warning"] == f'299 - "unknown fields are ignored: {names}"'
+    many = client.post("/v1/completions", json={**body, **{f"a{i}": i for i in range(3000)}})
+    assert many.status_code == 200 and many.headers["warning"].count("a") < 20
+    deeper = client.post("/v1/completions", json={**body, "stream": True, "stream_options": {"other": 1}})
+    assert deeper.status_code == 400 and deeper.json()["error"]["code"] == "unknown_parameter"
+    wrong = client.post("/v1/completions", json={**body, "temperature": "x", "chat_id": 1})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "temperature"

@@ -63,7 +63,7 @@ def test_turns():
                 turns += 1
 
         task = asyncio.create_task(other())
-        pool, client = SimpleNamespace(pool=None), Client(Role.READ)
+        pool, client = SimpleNamespace(pool=None, strict_fields=False), Client(Role.READ)
         await call.Call(pool, {"headers": []}, send, client).reply_in_pieces(slow())
         task.cancel()
         assert turns >= 10

@@ -148,7 +148,7 @@ def test_slow_readers(unread, late, stuck):
         await asyncio.sleep(10)
 
     async def run():
-        server = SimpleNamespace(pool=None)
+        server = SimpleNamespace(pool=None, strict_fields=False)
         one = call.Call(server, {"headers": [], "extensions": {"allspark.abort": lambda: aborted.append(True)}}, send,
                         Client(Role.READ))
         one._answers.append(SimpleNamespace(started=True, unread=unread))
@@ -232,7 +232,7 @@ def test_who_waits_for_the_first_token_is_not_slow():
         return
 
     async def run():
-        one = call.Call(SimpleNamespace(pool=None), {"headers": []}, send, Client(Role.READ))
+        one = call.Call(SimpleNamespace(pool=None, strict_fields=False), {"headers": []}, send, Client(Role.READ))
         await one.stream()
         assert not one.stuck(time.monotonic() + 1000)
         await one.write(b"x")

@@ -71,7 +71,7 @@ def serving(folder: Path) -> Iterator[RunningServer]:
     with contextlib.ExitStack() as stack:
         model = ["--model", str(shipped_model()), "--max-length", "1024"]
         group = stack.enter_context(background_group(model, timeout=60.0)).addresses[0]
-        address = stack.enter_context(http_server_for(group, token_file=token_file(folder)))
+        address = stack.enter_context(http_server_for(group, token_file=token_file(folder), strict_fields=True))
         yield RunningServer(address, stack.enter_context(ClientEngine(group)), group)
 
 
