@@ -225,8 +225,8 @@ def kill_supervisor(group: Service, load: Load) -> float:
     wait(lambda: not processes_of_session(process.pid), "the end of the ranks")
     group.start()
     ready = time.monotonic()        # what arrives from now on is no longer of the old ranks
-    if left := [path for path in files if os.path.exists(path)]:
-        load.wrong.append(f"left behind: {left}")
+    # Any start of a group removes them. Another one on this machine may be about to.
+    wait(lambda: not any(map(os.path.exists, files)), f"the removal of {files}")
     wait(lambda: min(load.last_tokens) > ready, "a token of every stream")
     return max(load.last_tokens) - killed
 
