@@ -10,10 +10,12 @@ import sys
 FORMATS = ("text", "json")
 #: the logger of ended requests, one line each; off by default
 REQUESTS = "allspark_server.requests"
+#: the logger of answered HTTP requests, one line each; off by default
+HTTP_REQUESTS = "allspark_server.http.requests"
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 #: attributes of a record that JSON has besides the message
 _FIELDS = ("request", "model", "tenant", "prompt_tokens", "cached_tokens", "generated_tokens", "queue_seconds",
-           "first_token_seconds", "seconds", "reason")
+           "first_token_seconds", "seconds", "reason", "client", "method", "path", "status")
 
 
 class TextFormatter(logging.Formatter):
@@ -51,11 +53,14 @@ class JsonFormatter(TextFormatter):
 
 
 def set_up(process: str, level: str = "info", form: str = "text", requests: bool = False) -> None:
-    """Log to standard error. `form`: one of FORMATS; `requests`: also log a line for each ended request."""
+    """Log to standard error. `form`: one of FORMATS; `requests`: also log a line for each ended request, of a group or
+    of HTTP.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter((JsonFormatter if form == "json" else TextFormatter)(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    logging.getLogger(REQUESTS).setLevel(logging.INFO if requests else logging.WARNING)
+    for name in (REQUESTS, HTTP_REQUESTS):
+        logging.getLogger(name).setLevel(logging.INFO if requests else logging.WARNING)
 
 
 def log_request(name: str, model: str, tenant: str, stat: dict[str, float], reason: str) -> None:
@@ -71,3 +76,14 @@ def log_request(name: str, model: str, tenant: str, stat: dict[str, float], reas
               "reason": reason, **seconds}
     logger.info("request %s ended: %s, %d tokens after %d in %.3f s", name, reason, fields["generated_tokens"],
                 fields["prompt_tokens"], seconds.get("seconds", 0.0), extra=fields)
+
+
+def log_http_request(client: str, method: str, path: str, status: int, seconds: float, request: str, tenant: str
+                     ) -> None:
+    """Log that an HTTP request was answered, or that its client has gone (status 499). `request`: its x-request-id."""
+    logger = logging.getLogger(HTTP_REQUESTS)
+    if logger.isEnabledFor(logging.INFO):
+        fields = {"client": client, "method": method, "path": path, "status": status, "seconds": round(seconds, 6),
+                  "request": request, "tenant": tenant}
+        logger.info("%s %s %s: %d in %.3f s, request %s", client, method, ascii(path)[1:-1][:200], status, seconds,
+                    request, extra=fields)

@@ -181,6 +181,10 @@ class WorkerOptions(ListenerOptions):
     allow_origin: list[str] = option(list, "web pages of this origin, such as https://chat.example, may read answers "
                                      "(CORS); repeatable; *: all pages", section="access", metavar="ORIGIN",
                                      worker=True)
+    access_log: bool = option(False, "log a line for each answered HTTP request", section="logs", worker=True)
+    trusted_proxy: list[str] = option(list, "a proxy in front, an address or a network such as 10.0.0.0/8, whose "
+                                      "X-Forwarded-For names the clients; repeatable", section="access",
+                                      metavar="ADDRESS", worker=True)
     strict_fields: bool = option(False, "refuse requests with unknown fields; otherwise these are ignored, and a "
                                  "header of the answer names them", worker=True)
     max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)

@@ -62,7 +62,7 @@ def main() -> None:
             return
     return_large_memory()
     a = parser().parse_args()
-    logs.set_up("http", a.log_level, a.log_format)
+    logs.set_up("http", a.log_level, a.log_format, a.access_log)
     for name in ("uvicorn.error", "uvicorn.access"):    # they log errors that clients could cause at any rate
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca or None, a.tls_cert, a.tls_key) if a.tls_cert else None
@@ -79,7 +79,8 @@ def main() -> None:
     Connection.limit = max(raise_open_files(_MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES, 64)
     config = uvicorn.Config(Application(worker), http=Connection, ws="none", lifespan="on", log_config=None,
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                            backlog=BACKLOG, proxy_headers=False)
+                            backlog=BACKLOG, proxy_headers=bool(a.trusted_proxy),
+                            forwarded_allow_ips=a.trusted_proxy)
     config.load()
     if certificates is not None:
         config.ssl = certificates.ssl_context()

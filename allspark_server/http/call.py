@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 from allspark_server.access import Client, Role
+from allspark_server.logs import log_http_request
 
 from .bodies import BodyReader, ClientDisconnected, Receive
 from .choices import Choices
@@ -151,7 +152,10 @@ class Call:
     def end(self, endpoint: str) -> None:
         """Count the call and its requests to the pool in the metrics, however it has ended."""
         metrics = self.worker.metrics
-        metrics.request(endpoint, self.status, time.monotonic() - self.began)
+        seconds = time.monotonic() - self.began
+        metrics.request(endpoint, self.status, seconds)
+        log_http_request(self.peer, self._scope.get("method", ""), self._scope.get("path", ""), self.status, seconds,
+                         self.request_id, self.tenant)
         for choices in self.generated:
             metrics.generated(choices.info.name, len(choices.answer.prompt_ids), choices.cached_tokens, choices.tokens,
                               choices.answer.stat.time_to_first_token / 1e3)

@@ -8,9 +8,11 @@ import time
 import httpx
 import pytest
 
+from allspark_launch.group.http_server import HttpOptions
 from support.fake_engine import FakeEngine
 from support.fake_service import serving
 from support.http_helpers import http_server_for
+from support.waiting import wait_for
 
 PAGE = "https://chat.example"
 
@@ -109,3 +111,30 @@ def test_unknown_fields_are_ignored_and_named(served):
     assert deeper.status_code == 400 and deeper.json()["error"]["code"] == "unknown_parameter"
     wrong = client.post("/v1/completions", json={**body, "temperature": "x", "chat_id": 1})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize("trusted, seen", [(["127.0.0.0/8"], "203.0.113.7"), ([], "127.0.0.1")])
+def test_the_access_log_names_clients_behind_a_trusted_proxy(capfd, trusted, seen):
+    with serving(core=FakeEngine(interval=0.001)) as (_, group), http_server_for(
+            group, insecure=True, access_log=True, trusted_proxy=trusted, log_format="json") as address:
+        with httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+            headers = {"x-forwarded-for": "198.51.100.1, 203.0.113.7", "x-request-id": "mine"}
+            assert ask(client, **headers).status_code == 200
+            assert client.get("/nowhere", headers={**headers, "x-request-id": "other"}).status_code == 404
+        log: list[str] = []
+
+        def logged() -> bool:
+            log.append(capfd.readouterr().err)
+            return '"other"' in "".join(log)
+
+        wait_for(logged, 10)
+    lines = [json.loads(line) for line in "".join(log).splitlines() if '"allspark_server.http.requests"' in line]
+    found = {line["request"]: line for line in lines}
+    assert found["mine"]["client"].startswith(seen) and found["mine"]["tenant"] == f"http:{seen}"
+    assert (found["mine"]["method"], found["mine"]["path"], found["mine"]["status"]) == ("POST", "/v1/completions", 200)
+    assert found["other"]["status"] == 404 and 0 <= found["other"]["seconds"] < 30
+
+
+def test_wrong_proxies_are_refused():
+    with pytest.raises(ValueError, match="--trusted-proxy 'proxy.example' is neither an address nor a network"):
+        HttpOptions(trusted_proxy=["proxy.example"], insecure=True).check()

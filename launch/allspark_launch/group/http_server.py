@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import signal
@@ -56,6 +57,11 @@ class HttpOptions(WorkerOptions):
                           client_ca=bool(self.tls_ca), insecure=self.insecure)
         for path in filter(None, (self.token_file, self.pool_token_file)):
             access.read_tokens(path)
+        for proxy in self.trusted_proxy:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as error:
+                raise ValueError(f"--trusted-proxy {proxy!r} is neither an address nor a network: {error}") from None
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("--tls-cert and --tls-key are needed together")
         if self.tls_cert:
