@@ -24,8 +24,9 @@ float dot(const float* a, const float* b, int n) {
 
 namespace {
 
-// R rows of y, V vectors of each at a time: at most 8 sums in registers, which hide the latency of a fused
-// multiply-add.
+// R rows of y, V vectors of each at a time: 8 or, of 32 registers, 16 sums, which hide the latency of a fused
+// multiply-add. Two rows (a key and a query) read whole rows of 128 values of m then, one after the other from memory.
+constexpr int kTwice = W == 16 ? 2 : 1;
 template <int R, int V>
 AS_INLINE void product_rows(const float* x, size_t ldx, const float* m, size_t ldm, int count, float* y, size_t ldy,
                             int n) {
@@ -62,8 +63,8 @@ AS_INLINE void product_rows(const float* x, size_t ldx, const float* m, size_t l
 void add_products(const float* x, size_t ldx, int rows, const float* m, size_t ldm, int count, float* y, size_t ldy,
                   int n) {
   int r = 0;
-  for (; r + 4 <= rows; r += 4) product_rows<4, 2>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
-  for (; r + 2 <= rows; r += 2) product_rows<2, 4>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
+  for (; r + 4 <= rows; r += 4) product_rows<4, 2 * kTwice>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
+  for (; r + 2 <= rows; r += 2) product_rows<2, 4 * kTwice>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
   if (r < rows) product_rows<1, 8>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
 }
 
