@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,6 +18,7 @@ from .call import Call, new_id
 from .chat_wire import ResponseFormat
 from .choices import DONE, Choice, Choices, fingerprint, ids_field, prompt_field, quoted, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
+from .infill import prompts_with_suffix
 from .logprobs import CompletionLogprobs, logprobs_in_pieces
 from .pieces import joined, json_object
 from .pool import Answer, Pool
@@ -45,7 +46,9 @@ class CompletionRequest(Generation):
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
     echo: bool | None = None
     best_of: Annotated[int | None, Field(ge=1, le=20)] = None
-    suffix: str | None = None
+    suffix: Annotated[
+        str | None, Field(description="The answer stands between `prompt` and this, for models of code")
+    ] = None
     response_format: ResponseFormat | None = None
 
 
@@ -80,8 +83,8 @@ class _Part:
 
 
 def _check(request: CompletionRequest) -> None:
-    if request.suffix:
-        raise not_available("suffix", "it does not insert")
+    if request.suffix and request.echo:
+        raise bad_value("suffix", "it is not allowed together with 'echo'")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise not_available("best_of", "it returns all that it generates; leave it out, or set it to n")
     if request.max_tokens == 0 and not request.echo:
@@ -133,8 +136,11 @@ async def completions(call: Call, request: CompletionRequest) -> None:
         if request.echo:
             config.prompt_logprobs = max(request.logprobs, request.prompt_logprobs or 0)
     prompts = prompts_of(request.prompt, "prompt")
+    whole: Sequence[str | list[int]] = prompts
+    if request.suffix:
+        whole = await prompts_with_suffix(call.pool, info, prompts, request.suffix)
     specs = [RequestSpec(request.model, config=config, want_text=True,
-                         **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in prompts]
+                         **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in whole]
     for spec in specs:
         spec.cut_prompt()
     async with contextlib.AsyncExitStack() as stack:

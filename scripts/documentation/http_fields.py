@@ -64,7 +64,8 @@ CONDITIONS: dict[tuple[str, str], str] = {
     ("CompletionRequest", "stream_options"): "needs `stream`",
     ("ChatRequest", "prompt_logprobs"): "not together with `stream`",
     ("CompletionRequest", "prompt_logprobs"): "not together with `stream`",
-    ("CompletionRequest", "suffix"): "only empty: nothing is inserted before a suffix",
+    ("CompletionRequest", "suffix"): "needs a prompt of text, and a tokenizer with tokens for filling in; not with "
+                                      "`echo`",
     ("CompletionRequest", "best_of"): "only equal to `n`",
     ("CompletionRequest", "max_tokens"): "default 16; 0 needs `echo`",
     ("EmbeddingRequest", "dimensions"): "only the model's own",

@@ -15,14 +15,16 @@ TRAINING_TEXT = [
 ] * 4
 
 
-def add_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Writes a byte-level BPE tokenizer with a chat template beside a checkpoint; its ids are below `vocab_size`."""
+def add_tokenizer(directory: Path, vocab_size: int, marks: tuple[str, ...] = ()) -> None:
+    """Writes a byte-level BPE tokenizer with a chat template beside a checkpoint; its ids are below `vocab_size`.
+    `marks`: further special tokens.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *marks]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
