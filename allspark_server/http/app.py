@@ -10,6 +10,7 @@ from typing import Any
 
 from allspark_server.access import Role
 
+from .adapters import LoadRequest, UnloadRequest, load_adapter, unload_adapter
 from .bodies import Receive
 from .call import Call, Endpoint, HttpWorker, Send
 from .chat import chat
@@ -56,6 +57,10 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
                                                        error_body=ApiError.anthropic_body)),
         ("GET", "/v1/models", Endpoint(worker, "models", list_models, role=read)),
         ("GET", "/v1/models/{model}", Endpoint(worker, "model", one_model, role=read)),
+        ("POST", "/v1/load_lora_adapter", Endpoint(worker, "load_lora_adapter", load_adapter, form=LoadRequest,
+                                                   role=Role.ADMIN, kind="text/plain")),
+        ("POST", "/v1/unload_lora_adapter", Endpoint(worker, "unload_lora_adapter", unload_adapter,
+                                                     form=UnloadRequest, role=Role.ADMIN, kind="text/plain")),
         ("POST", "/tokenize", Endpoint(worker, "tokenize", tokenize, form=TokenizeRequest, role=generate)),
         ("POST", "/detokenize", Endpoint(worker, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
         ("GET", "/", Endpoint(worker, "page", page, role=None, kind="text/html")),

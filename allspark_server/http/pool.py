@@ -211,6 +211,16 @@ class Pool:
             except AllSparkError as error:
                 raise from_engine(error) from error
 
+    async def load_adapter(self, model: str, adapter: str) -> None:
+        """Load an adapter, NAME=PATH, on all members."""
+        await self._ask(self._engine.load_lora, model, adapter)
+        self._models = 0.0, []
+
+    async def unload_adapter(self, model: str, name: str) -> None:
+        """Free an adapter on all members."""
+        await self._ask(self._engine.unload_lora, model, name)
+        self._models = 0.0, []
+
     # --- text ----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:

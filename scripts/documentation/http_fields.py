@@ -48,6 +48,8 @@ IGNORED: dict[str, dict[str, str]] = {
     },
     "TokenizeRequest": {},
     "DetokenizeRequest": {},
+    "LoadRequest": {},
+    "UnloadRequest": {},
 }
 #: fields of the Responses API that are only repeated in the answer
 REPEATED = ("store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key",
