@@ -6,6 +6,7 @@ Each promise of the API is tested here once. A test that needs to know which eng
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 
@@ -87,10 +88,16 @@ def refused(status: AsStatus, call, *args, match: str | None = None):
 # --- output ---
 
 
+@functools.cache
+def reference(model, length):
+    """For all engines once."""
+    return reference_greedy(model, prompt_of(length), 64)
+
+
 @pytest.mark.parametrize("length", [1, 33, 129, 300])
 def test_greedy_output_is_that_of_transformers(engine, tiny_model, length):
     prompt = prompt_of(length)
-    check_greedy(run(engine, prompt, **GREEDY, max_new_tokens=64), reference_greedy(tiny_model, prompt, 64))
+    check_greedy(run(engine, prompt, **GREEDY, max_new_tokens=64), reference(tiny_model, length))
 
 
 def test_seed_decides(engine):

@@ -62,8 +62,13 @@ def test_shards_add_up_to_the_model(name, world):
 
 
 # -- the native executor -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("world", RANKS)
-@pytest.mark.parametrize("name", CONFIGS)
+#: models whose reference takes long and whose parts are in the others', too: 256 tokens of them are for nightly tests
+LONG = ("llama-linear", "llama-dynamic", "llama-biases", "mistral", "ministral", "qwen3-dynamic-bias")
+
+
+@pytest.mark.parametrize("name, world", [
+    pytest.param(name, world, marks=() if world in (1, RANKS[1 + i % 3]) else pytest.mark.slow)
+    for i, name in enumerate(CONFIGS) for world in RANKS])
 def test_logits(name, world):
     with Driver(checkpoint(name), world) as driver:
         for length in PROMPT_LENGTHS:
@@ -73,7 +78,8 @@ def test_logits(name, world):
 
 
 @pytest.mark.parametrize("world", RANKS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name
+                                  for name in CONFIGS])
 def test_greedy_output(name, world):
     """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:

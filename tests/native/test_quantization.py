@@ -115,7 +115,7 @@ def test_long_rows_and_many_panels(dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("m, n, k, group", [(1, 151_936, 65, 64), (4864, 17, 63, 0), (896, 65, 64, 32),
-                                            (3, 33, 151_936, 512)])
+                                            pytest.param(3, 33, 151_936, 512, marks=pytest.mark.slow)])
 def test_a_model_s_largest_sizes(dtype, m, n, k, group):
     """A vocabulary's rows, as many rows of activations, and as many columns (in groups, because whole rows exceed exact
     sums).
@@ -441,4 +441,4 @@ def test_fingerprint_covers_format_and_group_size():
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
 @pytest.mark.parametrize("isa", LOWER)
 def test_lower_instruction_sets_pass_the_same_tests(isa):
-    run_again(__file__, isa)
+    run_again(__file__, isa, "-k", "not largest_sizes")

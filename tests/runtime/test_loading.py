@@ -20,7 +20,7 @@ FOREVER = {"top_k": 1, "eos_token_id": -1}
 BOUND = 1.5  # seconds; a load takes 4
 
 
-@pytest.fixture(params=["1", "2"])
+@pytest.fixture(params=[pytest.param("1", marks=pytest.mark.slow), "2"])
 def group(request, monkeypatch, tmp_path):
     """A group of one or two ranks that misbehave (support/misbehaving/sitecustomize.py)."""
     monkeypatch.setenv("PYTHONPATH", str(MISBEHAVING), prepend=":")
