@@ -12,7 +12,6 @@ from allspark_launch.group.http_server import HttpOptions
 from support.fake_engine import FakeEngine
 from support.fake_service import serving
 from support.http_helpers import http_server_for
-from support.waiting import wait_for
 
 PAGE = "https://chat.example"
 
@@ -121,14 +120,8 @@ def test_the_access_log_names_clients_behind_a_trusted_proxy(capfd, trusted, see
             headers = {"x-forwarded-for": "198.51.100.1, 203.0.113.7", "x-request-id": "mine"}
             assert ask(client, **headers).status_code == 200
             assert client.get("/nowhere", headers={**headers, "x-request-id": "other"}).status_code == 404
-        log: list[str] = []
-
-        def logged() -> bool:
-            log.append(capfd.readouterr().err)
-            return '"other"' in "".join(log)
-
-        wait_for(logged, 10)
-    lines = [json.loads(line) for line in "".join(log).splitlines() if '"allspark_server.http.requests"' in line]
+    log = capfd.readouterr().err    # the worker has ended: reading while it writes loses lines
+    lines = [json.loads(line) for line in log.splitlines() if '"allspark_server.http.requests"' in line]
     found = {line["request"]: line for line in lines}
     assert found["mine"]["client"].startswith(seen) and found["mine"]["tenant"] == f"http:{seen}"
     assert (found["mine"]["method"], found["mine"]["path"], found["mine"]["status"]) == ("POST", "/v1/completions", 200)
