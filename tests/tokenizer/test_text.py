@@ -540,6 +540,7 @@ CHATS = [
         {"role": "tool", "content": "12 °C"},
     ],
 ]
+REASONED = 5  # the chat with reasoning, and with a content that is None
 TOOLS = [
     {
         "type": "function",
@@ -562,6 +563,10 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["", "tools"])
 def test_chat_template_as_transformers(reference, template, chat, prompt, tools):
+    import transformers
+
+    if chat == REASONED and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        pytest.skip("older versions, the newest for Python 3.10 too, show templates other fields of reasoning")
     path, theirs = reference
     theirs.chat_template = template
     (path / "chat_template.jinja").write_text(template)
