@@ -126,22 +126,22 @@ def test_a_stop_waits_for_requests_and_systemd_hears_of_it(group):
     served = group(drain_limit=60)
     with ClientEngine(served.address) as client:
         model = client.list_models()[0].name
-        many = {"max_new_tokens": 1000, "early_stopping": False}
-        queues = [client.start_request(model, {"input_ids": [*PROMPT, i]}, many)[2] for i in range(10)]
+        many = {"max_new_tokens": 1800, "early_stopping": False}    # longer than two of the supervisor's reports take
+        queues = [client.start_request(model, {"input_ids": [*PROMPT, i]}, many)[2] for i in range(24)]
         queues[-1].Get()
-        wait_until(lambda: b"STATUS=serving: 10 requests" in served.told, 10)
+        wait_until(lambda: b"STATUS=serving: 24 requests" in served.told, 10)
         served.write(drain_limit=50, ranks=2)
         served.process.send_signal(signal.SIGHUP)
         wait_until(lambda: served.told.count(b"READY=1") == 2, 10)
         served.process.terminate()
-        wait_until(lambda: any(text.startswith(b"STATUS=draining: 10") for text in served.told), 10)
+        wait_until(lambda: any(text.startswith(b"STATUS=draining: 24") for text in served.told), 10)
         for queue in queues:
             tokens(queue)
-            assert queue.GenerateStatus() is GenerateRequestStatus.GenerateFinished and queue.GeneratedLength() == 1000
+            assert queue.GenerateStatus() is GenerateRequestStatus.GenerateFinished and queue.GeneratedLength() == 1800
     log = served.process.communicate(timeout=30)[0]
     assert served.process.returncode == 0, log
     assert "what has changed here needs a restart: ranks" in log
-    assert "10 requests have 50 s to end" in log and "10 requests have ended by themselves, 0 are ended now" in log
+    assert "24 requests have 50 s to end" in log and "24 requests have ended by themselves, 0 are ended now" in log
     assert {b"WATCHDOG=1", b"STOPPING=1"} <= set(served.told)
 
 
