@@ -123,6 +123,19 @@ def shared_expert(graph: Graph, x: Tensor, prefix: str, name: str = "shared_expe
     return graph.partial_linear(activated, f"{prefix}.{name}.down_proj", inner, False, out="shared")
 
 
+def mlp_or_experts(graph: Graph, x: Tensor, prefix: str, layer: int, *, correction: str,
+                   correction_row: int | None = None) -> Tensor:
+    """What a layer's MLP adds to its rows: a gated MLP in dense layers, otherwise routed experts, and a shared one if
+    there is one, added up over ranks. correction, correction_row: of the router, see routed_experts.
+    """
+    if layer in graph.experts.dense_layers:
+        return gated_mlp(graph, x, prefix)
+    y = routed_experts(graph, x, prefix, correction=correction, correction_row=correction_row)
+    if graph.experts.shared_size:
+        graph.add(y, shared_expert(graph, x, prefix, "shared_experts"))
+    return graph.all_reduce(y)
+
+
 def gated_shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     """`shared_expert`, times the sigmoid of the row's gate."""
     y = shared_expert(graph, x, prefix)

@@ -5,15 +5,7 @@ correction takes part in the choice only, beside shared experts that are stored 
 from __future__ import annotations
 
 from allspark_server.models.architecture import Architecture, reject_other_values
-from allspark_server.models.blocks import (
-    begin,
-    finish,
-    gated_mlp,
-    output_projection,
-    qkv_projection,
-    routed_experts,
-    shared_expert,
-)
+from allspark_server.models.blocks import begin, finish, mlp_or_experts, output_projection, qkv_projection
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_EXPERTS, Fields
 from allspark_server.models.graph import Graph
@@ -29,14 +21,8 @@ def ernie_moe(config: ModelConfig) -> Graph:
         qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.self_attn", bias=False), pairs="interleaved")
         graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn"))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        if layer in graph.experts.dense_layers:
-            graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
-            continue
-        y = routed_experts(graph, h, f"{prefix}.mlp", correction="moe_statics.e_score_correction_bias",
-                           correction_row=0)
-        if graph.experts.shared_size:
-            graph.add(y, shared_expert(graph, h, f"{prefix}.mlp", "shared_experts"))
-        graph.add(x, graph.all_reduce(y))
+        graph.add(x, mlp_or_experts(graph, h, f"{prefix}.mlp", layer,
+                                    correction="moe_statics.e_score_correction_bias", correction_row=0))
     return finish(graph, x)
 
 

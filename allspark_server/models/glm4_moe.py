@@ -7,15 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from allspark_server.models.architecture import Architecture
-from allspark_server.models.blocks import (
-    begin,
-    finish,
-    gated_mlp,
-    output_projection,
-    qkv_projection,
-    routed_experts,
-    shared_expert,
-)
+from allspark_server.models.blocks import begin, finish, mlp_or_experts, output_projection, qkv_projection
 from allspark_server.models.expert_fields import grouped_experts
 from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph
@@ -35,13 +27,7 @@ def glm4_moe(config: ModelConfig) -> Graph:
         attended = graph.span_attention(graph.rope(qkv), layer)
         graph.add(x, output_projection(graph, attended, f"{prefix}.self_attn"))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        if layer in graph.experts.dense_layers:
-            graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
-            continue
-        y = routed_experts(graph, h, f"{prefix}.mlp", correction="gate.e_score_correction_bias")
-        if graph.experts.shared_size:
-            graph.add(y, shared_expert(graph, h, f"{prefix}.mlp", "shared_experts"))
-        graph.add(x, graph.all_reduce(y))
+        graph.add(x, mlp_or_experts(graph, h, f"{prefix}.mlp", layer, correction="gate.e_score_correction_bias"))
     return finish(graph, x)
 
 
