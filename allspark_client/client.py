@@ -173,6 +173,7 @@ class ClientEngine(AbstractEngine):
         if spec.config.mm_info is not None:     # the wire has no form for it yet
             check_available(spec.config)
         spec.config = spec.config.with_seed()   # another server can then continue with the same samples
+        spec.cut_prompt()                       # before it is sent: servers refuse longer prompts than a model's
         request = LiveRequest(next(self._handles), spec)
         with self._lock:
             self._requests[request.handle] = request

@@ -287,7 +287,6 @@ def request_spec(model_name: Any, inputs: Any, generate_config: Any, want_text: 
     config = GenerateConfig.parse(generate_config)
     spec = _prompt(check_model_name(model_name), inputs)
     spec.config = config
-    spec.cut_prompt()
     if want_text is not None and not isinstance(want_text, bool):
         raise TypeError(f"want_text must be a bool or None, not {type(want_text).__name__}")
     if want_text is not None:

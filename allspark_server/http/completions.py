@@ -141,8 +141,6 @@ async def completions(call: Call, request: CompletionRequest) -> None:
         whole = await prompts_with_suffix(call.pool, info, prompts, request.suffix)
     specs = [RequestSpec(request.model, config=config, want_text=True,
                          **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in whole]
-    for spec in specs:
-        spec.cut_prompt()
     async with contextlib.AsyncExitStack() as stack:
         answers = await start_all(call, stack, specs, "prompt")
         parts: list[_Part] = []
