@@ -262,11 +262,10 @@ class InputStage:
 
     def _words(self, words: list[str]) -> list[list[int]]:
         """The ids of words, with and without a blank before them: tokenizers have other tokens for these."""
-        tokenizer = self._need_tokenizer() if words else None
         found: list[list[int]] = []
         for word in words:
             for text in (word.lstrip(), f" {word.lstrip()}"):
-                ids = tokenizer.encode(text, add_special_tokens=False) if tokenizer is not None else []
+                ids = self._need_tokenizer().encode(text, add_special_tokens=False)
                 if len(ids) > MAX_WORD_IDS:
                     raise ValueError(f"bad_words: {word[:80]!r} has {len(ids)} tokens; allowed: at most {MAX_WORD_IDS}")
                 if ids and ids not in found:

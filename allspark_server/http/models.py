@@ -12,35 +12,32 @@ from .call import Call
 from .errors import ApiError
 
 
-def _card(model: ModelState, created: int) -> dict[str, Any]:
-    return {"id": model.name, "object": "model", "created": created, "owned_by": "allspark"}
-
-
-def _cards(model: ModelState, created: int) -> list[dict[str, Any]]:
-    """The entries of a model and, as in vLLM, of each of its adapters, which clients name like models."""
-    card = _card(model, created)
+async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
+    """The entries of a model and, as in vLLM, of each of its adapters, which clients name like models. Each has the
+    most tokens of prompt and output together.
+    """
+    card = {"id": model.name, "object": "model", "created": call.worker.started, "owned_by": "allspark",
+            "max_model_len": (await call.model(model.name)).max_length}
     return [card, *({**card, "id": name, "parent": model.name} for name in sorted(model.adapters))]
 
 
 async def list_models(call: Call, _: None) -> None:
-    """The models that take requests, each with the most tokens of prompt and output together."""
-    cards = []
-    for model in [model for model in await call.pool.models() if model.running]:
-        with contextlib.suppress(ApiError):     # it has just been released
-            length = (await call.model(model.name)).max_length
-            cards += [{**card, "max_model_len": length} for card in _cards(model, call.worker.started)]
+    """The models that take requests, and their adapters."""
+    cards: list[dict[str, Any]] = []
+    for model in await call.pool.models():
+        if model.running:
+            with contextlib.suppress(ApiError):     # it has just been released
+                cards += await _cards(call, model)
     await call.reply({"object": "list", "data": cards})
 
 
 async def one_model(call: Call, _: None) -> None:
-    """A model or an adapter, with the most tokens of prompt and output together."""
+    """A model or an adapter."""
     name = call.path_rest
     base = (await call.pool.resolve(name))[0]
     for model in await call.pool.models():
         if model.name == base and model.running:
-            info = await call.model(base)
-            card = next(card for card in _cards(model, call.worker.started) if card["id"] == name)
-            await call.reply({**card, "max_model_len": info.max_length})
+            await call.reply(next(card for card in await _cards(call, model) if card["id"] == name))
             return
     raise ApiError(404, f"The model '{name}' does not exist", "model", "model_not_found")
 
