@@ -156,29 +156,28 @@ def single(*arrays):
     return [torch.tensor(x, dtype=torch.float32)[None] for x in arrays]
 
 
-@pytest.mark.parametrize("form", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
-@pytest.mark.parametrize("rows", ROWS)
-def test_a_decay_of_heads_is_as_in_qwen3_next(rows, form):
-    (q, k, v, decay, beta), state = inputs(rows)
-    out, end = getattr(qwen, form)(*single(3 * q, 2 * k, v), g=single(decay)[0], beta=single(beta)[0],
-                                   initial_state=single(state)[0], output_final_state=True,
-                                   use_qk_l2norm_in_kernel=True)
+def check_delta(function, q, k, v, decay, beta, state) -> None:
+    """A function of transformers' against the reference, with queries and keys of any length."""
+    out, end = function(*single(3 * q, 2 * k, v), g=single(decay)[0], beta=single(beta)[0],
+                        initial_state=single(state)[0], output_final_state=True, use_qk_l2norm_in_kernel=True)
     expected, state = delta_recurrent(l2_normalized(3 * q), l2_normalized(2 * k), v, decay, beta, state)
     check(out[0], expected, SINGLE)
     check(end[0], state, SINGLE)
+
+
+@pytest.mark.parametrize("form", ["torch_recurrent_gated_delta_rule", "torch_chunk_gated_delta_rule"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_decay_of_heads_is_as_in_qwen3_next(rows, form):
+    given, state = inputs(rows)
+    check_delta(getattr(qwen, form), *given, state)
 
 
 @pytest.mark.parametrize("form", ["recurrent_kimi_delta_attention", "chunk_kimi_delta_attention"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_decay_of_channels_is_as_in_kimi_linear(rows, form):
-    (q, k, v, decay, beta), state = inputs(rows, channels=True)
+    (q, k, *rest), state = inputs(rows, channels=True)
     q, k = (np.repeat(x, HEADS // KEY_HEADS, 1) for x in (q, k))  # which has as many key heads as heads
-    out, end = getattr(kimi, form)(*single(3 * q, 2 * k, v), g=single(decay)[0], beta=single(beta)[0],
-                                   initial_state=single(state)[0], output_final_state=True,
-                                   use_qk_l2norm_in_kernel=True)
-    expected, state = delta_recurrent(l2_normalized(3 * q), l2_normalized(2 * k), v, decay, beta, state)
-    check(out[0], expected, SINGLE)
-    check(end[0], state, SINGLE)
+    check_delta(getattr(kimi, form), q, k, *rest, state)
 
 
 @pytest.mark.parametrize("module, activation", [(qwen.Qwen3NextRMSNormGated, silu),
