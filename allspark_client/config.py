@@ -230,6 +230,9 @@ class GenerateConfig(Checked):
     include_stop_str_in_output: bool = bool_field(False)
     #: False: special tokens have text in the output. The end-of-sequence token that ends it has none
     skip_special_tokens: bool = bool_field(True)
+    #: the most tokens of reasoning, for models that mark it (such as <think>): then the mark that ends it is forced,
+    #: and is not counted. Reasoning that ends earlier is not changed. None: no limit
+    thinking_token_budget: int | None = int_field(None, 0, INT32_MAX)
     bad_words_ids: list[list[int]] = custom_field(check_words, factory=list)
     #: up to 64 texts whose usual tokens are not generated in this order, with or without a blank before them
     bad_words: list[str] = custom_field(check_stop, factory=list)

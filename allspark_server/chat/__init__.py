@@ -15,8 +15,8 @@ special tokens that mark calls.
 """
 
 from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
-from .format import FORMATS, ChatFormat, chat_format
+from .format import FORMATS, ChatFormat, ReasoningMarks, chat_format
 from .formats import chat_format_of
 
-__all__ = ["FORMATS", "ChatFormat", "Content", "Event", "Reasoning", "ToolCallArguments", "ToolCallBegin",
-           "chat_format", "chat_format_of"]
+__all__ = ["FORMATS", "ChatFormat", "Content", "Event", "Reasoning", "ReasoningMarks", "ToolCallArguments",
+           "ToolCallBegin", "chat_format", "chat_format_of"]

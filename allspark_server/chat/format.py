@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.chat import ChatOptions
@@ -31,6 +32,23 @@ _OPENED_REASONING = re.compile(rf"({'|'.join(map(re.escape, _REASONING_SIGNS))})
 _CLOSED_REASONING = re.compile(r"(</think>|</seed:think>|\[/THINK\])\s*\Z")
 # A template that loops over a message's content takes content parts; other templates want text.
 _TAKES_PARTS = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+[^%]*\bcontent\b""")
+
+
+@dataclass(frozen=True)
+class ReasoningMarks:
+    """How a family marks its reasoning, for who limits it.
+
+    `pairs`: the marks that begin and end it. `newline`: a newline stands before the mark that ends it. `anywhere`: it
+    may begin anywhere in an answer, and again; then `last` is the text after which it does not, and `word` what stands
+    after the mark `again` where it begins again.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    newline: bool = False
+    anywhere: bool = False
+    again: str = ""
+    word: str = ""
+    last: str = ""
 
 
 class ChatFormat:
@@ -66,6 +84,21 @@ class ChatFormat:
         """
         tools = [] if tool_choice == "none" else list(tools)
         return (self.parser_class if tools or self.in_messages else _plain(self.parser_class))(tools, opened)
+
+    def reasoning(self, templates: Iterable[str]) -> ReasoningMarks | None:
+        """The marks of the reasoning that a checkpoint's chat templates support; None if they support none."""
+        text = "\n".join(templates)
+        pairs = tuple(pair for pair in self.parser_class.REASONING if any(mark in text for mark in pair))
+        newline = any(newline + end in text for _, end in pairs for newline in ("\n", "\\n"))
+        return ReasoningMarks(pairs, newline) if pairs else None
+
+    def reasoning_at(self, prompt: str) -> tuple[str | None, bool]:
+        """The mark that ends the reasoning which the end of a rendered prompt has begun, or None, and whether the
+        prompt has ended the reasoning.
+        """
+        if match := _OPENED_REASONING.search(prompt):
+            return dict(self.parser_class.REASONING).get(match[1]), False
+        return None, bool(_CLOSED_REASONING.search(prompt))
 
     def adapt(
         self, messages: list[Message], variables: dict[str, Any]

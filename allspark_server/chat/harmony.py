@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from .events import Reasoning
-from .format import ChatFormat, Literal, Message, after_text, json_rule, text_without
+from .format import ChatFormat, Literal, Message, ReasoningMarks, after_text, json_rule, text_without
 from .parser import OutputParser, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -110,6 +111,19 @@ class HarmonyFormat(ChatFormat):
     architectures = ("gptoss",)
     opened = _OPENED
     adapted_templates = CHANNEL
+
+    def reasoning(self, templates: Iterable[str]) -> ReasoningMarks | None:
+        """See ChatFormat. Each message of the channel "analysis" is reasoning, until one of the channel "final"."""
+        return ReasoningMarks(tuple(self.parser_class.REASONING), anywhere=True, again=CHANNEL, word="analysis",
+                              last=CHANNEL + "final" + MESSAGE)
+
+    def reasoning_at(self, prompt: str) -> tuple[str | None, bool]:
+        """See ChatFormat."""
+        match = _OPENED.search(prompt)
+        channel = match and _CHANNEL.search(match[1])
+        if not channel:
+            return None, False
+        return (END, False) if channel[1] == "analysis" else (None, channel[1] == "final")
 
     def adapt(self, messages: list[Message], variables: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:
         """The templates refuse a message with calls, reasoning and content: reasoning and content become one text."""

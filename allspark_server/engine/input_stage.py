@@ -24,7 +24,7 @@ from allspark_client.types import Detokenized, ModelInfo
 from ..cache import SpanGroups, SpanKeys, scope
 from ..chat import ChatFormat, chat_format
 from ..chat.format import TAIL_IDS, opened_in, render
-from ..guided import Guidance, Guide
+from ..guided import Guidance, Guide, ReasoningBudget, ReasoningTokens
 from ..runtime.plan import Flag, SamplingParams
 from ..scheduler import NO_ADAPTER, TOKEN_BYTES, PromptOutputs, Sequence, StopRules
 from .adapters import Adapter
@@ -91,6 +91,7 @@ class InputStage:
         """`keys`: names spans, if there is a prefix cache. `guide`: compiles grammars, if output can be constrained."""
         self.tokenizer = tokenizer
         self._info, self._keys, self._guide = info, keys, guide
+        self._reasoning: dict[str, ReasoningTokens] = {}     # by chat format
         groups = SpanGroups(info.span_size, tuple(info.cache_windows))
         # The maximum length of a sequence that the cache can hold.
         self._cache_length = bisect.bisect_right(range(1, info.max_length + 1), info.num_spans, key=groups.needed)
@@ -166,6 +167,8 @@ class InputStage:
             spec.opened = opened_in(tail)
         known_eos = [i for i in eos if i < info.vocab_size]
         guidances = self._guidances(spec, form, tail, known_eos, histories)
+        if config.thinking_token_budget is not None and config.pooling is None:
+            guidances = self._limit_reasoning(config.thinking_token_budget, form, prompt, histories, guidances)
 
         # Encode the sampling parameters.
         banned = [*config.bad_words_ids, *self._words(config.bad_words)]
@@ -259,6 +262,38 @@ class InputStage:
         return self._guide.guidances(response_format, ends, spec.prompt_len, histories,
                                      vocab=config.vocab, vocab_type=config.vocab_type, field=field,
                                      scope=spec.cache_scope, patience=_RESUMED_PATIENCE if spec.resumed else 1)
+
+    def _limit_reasoning(
+        self, budget: int, form: ChatFormat | None, prompt: list[int], histories: list[list[int]],
+        guidances: list[Guidance] | list[None],
+    ) -> list[Guidance]:
+        """Adds a budget for the reasoning of each sample."""
+        info = self._info
+        if self.tokenizer is None or self._guide is None:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                f"model {info.name!r} has no tokenizer.json beside its checkpoint: its reasoning cannot be limited "
+                f"(thinking_token_budget={budget})",
+            )
+        tokenizer, form = self.tokenizer, form or chat_format(info.chat_format or "plain")
+        tokens = self._reasoning.get(form.name)
+        if tokens is None:
+            marks = form.reasoning(tokenizer.templates.sources.values())
+            if marks is None:
+                raise ValueError(f"thinking_token_budget={budget}: model {info.name!r} has no reasoning that a budget "
+                                 "could end; its chat template has no marks of it, such as <think>")
+            tokens = self._reasoning[form.name] = ReasoningTokens.of(
+                marks, info.vocab_size, lambda text: tokenizer.encode(text, add_special_tokens=False),
+                tokenizer.token_bytes)
+        opened, closed = form.reasoning_at(tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False))
+        limited = []
+        for generated, guidance in zip(histories, guidances):
+            limit = ReasoningBudget(tokens, budget, len(prompt), opened, closed)
+            limit.accept(generated)
+            guidance = guidance or Guidance(None, len(prompt) + len(generated))
+            guidance.budget = limit
+            limited.append(guidance)
+        return limited
 
     def _words(self, words: list[str]) -> list[list[int]]:
         """The ids of words, with and without a blank before them: tokenizers have other tokens for these."""

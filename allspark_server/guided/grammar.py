@@ -20,6 +20,7 @@ from allspark_client.types import VocabType
 
 from ..tokenizer.vocabularies import tokenizer_json
 from .checker import Checker, TooCostly, new_matcher, read_tokenizer
+from .reasoning import ReasoningBudget
 from .vocabulary import tokenizer_of_vocab, without_marks
 
 logger = logging.getLogger(__name__)
@@ -124,16 +125,24 @@ class Mask:
 
 
 class Guidance:
-    """The place of a sequence in its grammar, as the scheduler and the masks' thread see it."""
+    """The place of a sequence in its grammar and its reasoning, as the scheduler and the masks' thread see it."""
 
-    def __init__(self, matcher: Matcher, length: int):
-        """`length`: tokens of the sequence, prompt and output."""
-        self._matcher, self._length = matcher, length
+    def __init__(self, matcher: Matcher | None, length: int, budget: ReasoningBudget | None = None):
+        """`matcher`: None without a grammar. `length`: tokens of the sequence, prompt and output. `budget`: of its
+        reasoning, None without a limit.
+        """
+        self._matcher, self._length, self.budget = matcher, length, budget
         self._failed = False
-        self._forced = length, matcher.forced()[:MAX_FORCED]
-        # On the engine's thread: the planned samples whose tokens are not known yet, and the masks that depend on them.
+        self._forced = length, [] if matcher is None else matcher.forced()[:MAX_FORCED]
+        # On the engine's thread: the planned samples whose tokens are not known yet, and the masks that depend on them;
+        # None for a sample without a mask.
         self.pending = 0
-        self.deferred: deque[Mask] = deque()
+        self.deferred: deque[Mask | None] = deque()
+
+    @property
+    def first_masked(self) -> int:
+        """The least length after which a token needs a mask; it never decreases. Any thread."""
+        return self.budget.first_masked if self._matcher is None and self.budget is not None else 0
 
     def forced_after(self, length: int) -> list[int]:
         """The forced ids after the first `length` tokens of the sequence, for use as drafts. Any thread."""
@@ -145,7 +154,9 @@ class Guidance:
     def advance(self, ids: list[int]) -> None:
         """Advances the matcher by sampled ids. Raises MatcherError at the first ids that the grammar does not allow."""
         self._length += len(ids)
-        if not self._failed:
+        if self.budget is not None:
+            self.budget.accept(ids)
+        if self._matcher is not None and not self._failed:
             try:
                 self._matcher.accept(ids)
                 self._forced = self._length, self._matcher.forced()[:MAX_FORCED]
@@ -156,7 +167,7 @@ class Guidance:
                 raise
 
     @property
-    def matcher(self) -> Matcher:
+    def matcher(self) -> Matcher | None:
         """The matcher of the sequence."""
         return self._matcher
 

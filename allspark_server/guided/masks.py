@@ -45,12 +45,17 @@ class MaskWriter:
         """Schedules the writing of a planned step's masks. Call this before the step is submitted."""
         ready: list[Mask] = []
         for one in masked:
-            for row in range(one.index, one.index + 1 + len(one.drafts)):
-                self._masks.clear(row)
             guidance = one.sequence.guidance
             assert guidance is not None
-            mask = Mask(guidance, one.index, one.drafts)
-            (guidance.deferred if guidance.pending else ready).append(mask)
+            mask = None
+            if one.index >= 0:
+                for row in range(one.index, one.index + 1 + len(one.drafts)):
+                    self._masks.clear(row)
+                mask = Mask(guidance, one.index, one.drafts)
+            if guidance.pending:
+                guidance.deferred.append(mask)
+            elif mask is not None:
+                ready.append(mask)
             guidance.pending += 1
         if ready:
             self._put(([], ready))
@@ -65,8 +70,8 @@ class MaskWriter:
             first, kept = int(outcome.first[one.sample]), int(outcome.kept[one.sample])
             if kept:
                 sampled.append((one.sequence, tokens[first : first + kept].tolist()))
-            if guidance.deferred:
-                ready.append(guidance.deferred.popleft())
+            if guidance.deferred and (mask := guidance.deferred.popleft()) is not None:
+                ready.append(mask)
         if sampled or ready:
             self._put((sampled, ready))
 
@@ -116,13 +121,15 @@ class MaskWriter:
                 self._on_error(sequence, error)
 
     def _write(self, masks: list[Mask]) -> None:
-        """Writes masks, without the GIL unless requests have end-of-sequence ids of their own. Masks behind a draft
-        that the grammar does not allow stay as they are: sampling never reaches them.
+        """Writes masks, without the GIL unless requests have end-of-sequence ids of their own or limited reasoning.
+        Masks behind a draft that the grammar does not allow stay as they are: sampling never reaches them.
         """
         rows, plain, drafted = self._rows, [], []
         for mask in masks:
             matcher = mask.guidance.matcher
-            if not mask.drafts:
+            if matcher is None or mask.guidance.budget is not None:
+                self._write_limited(mask)
+            elif not mask.drafts:
                 plain.append((matcher.inner, mask.index))
             elif not matcher.patches:
                 drafted.append((matcher.inner, mask.index, mask.drafts))
@@ -133,7 +140,7 @@ class MaskWriter:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, rows.ctypes.data, size, count)
         for mask in masks:
             matcher = mask.guidance.matcher
-            if not matcher.patches:
+            if matcher is None or mask.guidance.budget is not None or not matcher.patches:
                 continue
             if not mask.drafts:
                 matcher.patch(rows[mask.index])
@@ -144,3 +151,22 @@ class MaskWriter:
                 if draft is None or not rows[row][draft // 32] >> (draft % 32) & 1:
                     break
                 fork.accept([draft])
+
+    def _write_limited(self, mask: Mask) -> None:
+        """Writes the masks of a sequence whose reasoning is limited."""
+        rows, matcher, budget = self._rows, mask.guidance.matcher, mask.guidance.budget
+        if mask.drafts:
+            matcher, budget = matcher and matcher.fork(), budget and budget.fork()
+        for row, draft in enumerate([*mask.drafts, None], mask.index):
+            if matcher is None:
+                rows[row] = 0xFFFFFFFF
+            else:
+                matcher.fill(rows[row])
+            if budget is not None:
+                budget.restrict(rows[row])
+            if draft is None or not rows[row][draft // 32] >> (draft % 32) & 1:
+                break
+            if matcher is not None:
+                matcher.accept([draft])
+            if budget is not None:
+                budget.accept([draft])

@@ -10,7 +10,7 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallArguments, T
 
 from .call import Call, new_id
 from .errors import bad_value
-from .messages_wire import MessagesRequest, Prompt, messages_of, options_of, response_format_of
+from .messages_wire import MessagesRequest, Prompt, ThinkingOn, messages_of, options_of, response_format_of
 from .replies import ChatReplies, ChatReply, chat_spec
 from .sampling import check_room, config_of
 
@@ -27,6 +27,11 @@ async def messages(call: Call, request: MessagesRequest) -> None:
     _check(request)
     info = await call.model(request.model)
     config = config_of(request, info, request.max_tokens)
+    if isinstance(request.thinking, ThinkingOn):
+        if request.thinking.budget_tokens >= request.max_tokens:
+            raise bad_value("max_tokens", "it must be greater than 'thinking.budget_tokens'")
+        if info.reasoning:      # Anthropic's clients ask every model to think
+            config.thinking_token_budget = request.thinking.budget_tokens
     if request.stop_sequences:
         config.stop = request.stop_sequences
     config.response_format = response_format_of(request)

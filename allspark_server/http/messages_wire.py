@@ -125,8 +125,7 @@ class ThinkingOn(Wire):
     """Reasoning is on."""
 
     type: Literal["enabled"]
-    #: has no effect: max_tokens alone limits the answer
-    budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX)]
+    budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX, description="Most tokens of reasoning")]
     display: Literal["summarized"] | None = None
 
 

@@ -195,6 +195,9 @@ class ResponsesRequest(Body):
     image: Any = None
     moderation: Any = None
     # This server's own fields, as for chats.
+    thinking_token_budget: Annotated[
+        int | None, Field(ge=-1, le=INT32_MAX, description="Most tokens of reasoning, which then is ended; -1: any")
+    ] = None
     seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
     top_k: Annotated[int | None, Field(ge=-1, le=INT32_MAX)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None

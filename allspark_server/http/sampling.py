@@ -22,6 +22,8 @@ class SamplingFields(Protocol):
 _SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "cache_salt", "priority", "n",
          "bad_words", "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs")
 
+_BUDGETS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens")
+
 
 def config_of(request: SamplingFields, info: ModelInfo, max_tokens: int | None) -> GenerateConfig:
     """The config of a request, from those fields of Generation that it has. Raises ApiError.
@@ -69,6 +71,8 @@ def config_of(request: SamplingFields, info: ModelInfo, max_tokens: int | None) 
         values["truncate_prompt_tokens"] = kept if kept > 0 else max(1, info.max_length - (max_tokens or 1))
     if allowed := getattr(request, "allowed_token_ids", None):
         _allow(allowed, info, values)
+    if (budget := _thinking_budget(request, info)) is not None:
+        values["thinking_token_budget"] = budget
     for name in _SAME:
         if (value := getattr(request, name, None)) is not None:
             values[name] = value
@@ -123,6 +127,21 @@ def _guided(request: SamplingFields) -> dict[str, Any] | None:
             raise bad_value("structured_outputs.disable_any_whitespace", "it needs 'json' or 'json_object'")
         found["disable_any_whitespace"] = True
     return found
+
+
+def _thinking_budget(request: SamplingFields, info: ModelInfo) -> int | None:
+    """The most tokens of reasoning, by any of the names that servers have for it; None: no limit."""
+    params = getattr(request, "custom_params", None)
+    named = {name: getattr(request, name, None) for name in _BUDGETS}
+    named["custom_params.thinking_budget"] = params.thinking_budget if params is not None else None
+    given: dict[str, int] = {name: value for name, value in named.items() if value is not None}
+    if len(set(given.values())) > 1:
+        names = [*given]
+        raise bad_value(names[-1], f"it is {given[names[-1]]}, and '{names[0]}' is {given[names[0]]}")
+    name, value = next(iter(given.items()), ("", -1))
+    if value >= 0 and not info.reasoning:
+        raise not_available(name, "the chat template of this model has no reasoning")
+    return value if value >= 0 else None
 
 
 def _allow(ids: list[int], info: ModelInfo, values: dict[str, Any]) -> None:

@@ -160,6 +160,12 @@ class StructuredOutputs(Wire):
     disable_any_whitespace: bool | None = None
 
 
+class CustomParams(Wire):
+    """SGLang's parameters of its own processors of logits."""
+
+    thinking_budget: Annotated[int | None, Field(ge=-1, le=INT32_MAX)] = None
+
+
 class Generation(Body):
     """Fields of chats and completions: OpenAI's, and this server's own in GenerateConfig's spelling.
 
@@ -217,6 +223,18 @@ class Generation(Body):
     ] = None
     return_token_ids: Annotated[
         bool | None, Field(description="Add `prompt_token_ids`, and to each choice `token_ids`")
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None, Field(ge=-1, le=INT32_MAX, description="Most tokens of reasoning, which then is ended; -1: any")
+    ] = None
+    thinking_budget: Annotated[
+        int | None, Field(ge=-1, le=INT32_MAX, description="Qwen's name of `thinking_token_budget`")
+    ] = None
+    thinking_budget_tokens: Annotated[
+        int | None, Field(ge=-1, le=INT32_MAX, description="llama-server's name of `thinking_token_budget`")
+    ] = None
+    custom_params: Annotated[
+        CustomParams | None, Field(description="SGLang's: its `thinking_budget` is `thinking_token_budget`")
     ] = None
     bad_words: Annotated[
         Many[Stop] | None, Field(max_length=64, description="Words that are not generated")

@@ -44,7 +44,7 @@ class Completion(SchedulerState):
             drafts = step.work.columns[WorkTable.DRAFTS, step.sampling]
             table.longest[live] -= (drafts + 1 - counts)[alive]
             if self._drafts is not None:
-                own = alive & ~table.guided[slots]
+                own = alive & (step.work.columns[WorkTable.MASK, step.sampling] == 0)
                 # ranks may have found fewer drafts
                 self._drafts.learn(slots[own], result.drafted[own], counts[own] - 1)
             counters.drafted_tokens += int(result.drafted.sum())

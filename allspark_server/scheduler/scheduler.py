@@ -118,14 +118,19 @@ class Scheduler(Completion):
     def _choose_drafts(self, builder: StepBuilder, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
                        budget: int) -> np.ndarray:
         """The number of drafts of each sequence. Drafts do not exceed the sequence's maximum length and leave half of
-        the rows to prompts. Constrained sequences get only tokens that their grammar forces.
+        the rows to prompts. Where masks constrain a sequence, it gets only tokens that its grammar forces.
         """
         if self._drafts is None and not self._slots.any_guided:
             return np.zeros(len(slots), np.int64)
         guided = self._slots.guided[slots].nonzero()[0].tolist()
         drafts = np.zeros(len(slots), np.int64) if self._drafts is None else self._drafts.choose(slots)
         for i in guided:
-            forced = builder.forced[int(slots[i])] = sequences[i].guidance.forced_after(int(longest[i]))
+            guidance, length = sequences[i].guidance, int(longest[i])
+            assert guidance is not None
+            if (free := guidance.first_masked - length) > 0:
+                drafts[i] = min(drafts[i], free - 1)
+                continue
+            forced = builder.forced[int(slots[i])] = guidance.forced_after(length)
             drafts[i] = len(forced)
         builder.guided = builder.guided or bool(guided)
         drafts = np.minimum(drafts, self._slots.limit[slots] - longest - 1)

@@ -42,7 +42,7 @@ class Limits:
 @dataclass
 class Masked:
     """A sample under masks. `sample`: its index among the step's samples. `index`: the row of its mask; the masks after
-    its `drafts` are in the next rows.
+    its `drafts` are in the next rows. -1: it has no mask yet, but later masks depend on its tokens.
     """
 
     sequence: Sequence

@@ -79,13 +79,13 @@ class StepBuilder:
                 for each, new in zip(spans, new_spans):
                     each += new
             sampling = np.flatnonzero(columns[WorkTable.FLAGS] & SAMPLE)
-        known, masked = self._mask(columns, sequences, sampling, masks) if self.guided else ([], [])
+        known, masked = self._mask(columns, sequences, sampling, slots, masks) if self.guided else ([], [])
         table = WorkTable(columns, np.array(known, np.int32), [np.array(each, np.int32) for each in spans])
         return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, sampling, self.admitted,
                     self.rows, self.context, copies, masked)
 
     def _mask(
-        self, columns: np.ndarray, sequences: list[Sequence], sampling: np.ndarray, row: int
+        self, columns: np.ndarray, sequences: list[Sequence], sampling: np.ndarray, slots: SlotTable, row: int
     ) -> tuple[list[int], list[Masked]]:
         """Assigns mask rows, from `row` on, and forced drafts to constrained sequences. Returns all forced tokens of
         the step and its masked samples.
@@ -94,6 +94,10 @@ class StepBuilder:
         for sample, index in enumerate(sampling.tolist()):
             sequence = sequences[index]
             if sequence.guidance is None:
+                continue
+            length = int(slots.longest[sequence.slot]) - 1 - int(columns[WorkTable.DRAFTS, index])
+            if sequence.guidance.first_masked > length + int(columns[WorkTable.DRAFTS, index]):
+                masked.append(Masked(sequence, sample, -1, []))
                 continue
             drafts = self.forced.get(sequence.slot, [])[: columns[WorkTable.DRAFTS, index]]
             columns[WorkTable.MASK, index] = 1 + row

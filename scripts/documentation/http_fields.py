@@ -70,6 +70,7 @@ CONDITIONS: dict[tuple[str, str], str] = {
                                       "`echo`",
     ("CompletionRequest", "best_of"): "only equal to `n`",
     ("CompletionRequest", "max_tokens"): "default 16; 0 needs `echo`",
+    ("MessagesRequest", "thinking"): "`budget_tokens` has no effect if the model has no reasoning",
     ("EmbeddingRequest", "dimensions"): "only the model's own",
     ("ResponsesRequest", "truncation"): "only `disabled`",
     ("ResponsesRequest", "text"): "`text.verbosity` only `medium`",
@@ -80,7 +81,8 @@ _OWN = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "cache_salt", "pri
         "guided_choice", "guided_grammar", "structured_outputs", "min_tokens", "stop_token_ids", "return_token_ids",
         "bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
         "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "add_generation_prompt",
-        "continue_final_message", "chat_template_kwargs", "pooling")
+        "continue_final_message", "chat_template_kwargs", "pooling", "thinking_token_budget", "thinking_budget",
+        "thinking_budget_tokens", "custom_params")
 
 
 def forms() -> Iterator[tuple[str, type]]:

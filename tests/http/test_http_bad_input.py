@@ -74,6 +74,10 @@ GENERATION = {
     "spaces_between_special_tokens": ("x", 1),
     "truncate_prompt_tokens": ("1", True, 1.5, -2, 0, 2**31),
     "prompt_logprobs": ("1", True, 1.5, -1, 21),
+    "thinking_token_budget": ("1", True, 1.5, -2, 2**31, 5),
+    "thinking_budget": ("1", True, 1.5, -2, 2**31, 5),
+    "thinking_budget_tokens": ("1", True, 1.5, -2, 2**31, 5),
+    "custom_params": (1, "x", {"thinking_budget": "x"}, {"x": 1}, {"thinking_budget": 5}),
     "nonsense": (1, None),
 }
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -87,7 +91,8 @@ COUNTED = {
     "tools": (1, [1], [{}], [{"name": "f"}], [{**TOOL, "name": "a b"}], [{**TOOL, "type": "bash_20250124"}],
               [TOOL, TOOL], [{**TOOL, "defer_loading": True}]),
     "tool_choice": (1, "auto", {}, {"type": "x"}, {"type": "tool"}, {"type": "any"}, {"type": "tool", "name": "f"}),
-    "thinking": (1, {}, {"type": "x"}, {"type": "enabled"}, {"type": "enabled", "budget_tokens": 1}),
+    "thinking": (1, {}, {"type": "x"}, {"type": "enabled"}, {"type": "enabled", "budget_tokens": 1},
+                 {"type": "enabled", "budget_tokens": 2**31}),
     "output_config": (1, {"format": {"type": "x"}}, {"effort": "x"}),
     "cache_control": (1, {"type": "x"}),
     "speed": ("fast", 1),
@@ -117,6 +122,7 @@ WRONG = {
                   [{"type": "x"}], [{"type": "function_call"}], [{"type": "function_call_output", "call_id": "x"}],
                   [{"type": "item_reference", "id": "x"}], [{"type": "reasoning", "encrypted_content": "x"}]),
         "instructions": (1, []),
+        "thinking_token_budget": GENERATION["thinking_token_budget"],
         "max_output_tokens": ("1", True, 1.5, 0, 2**31, 5000),
         "temperature": GENERATION["temperature"],
         "top_p": GENERATION["top_p"],
