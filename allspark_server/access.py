@@ -54,14 +54,23 @@ _RANKS = {role: rank for rank, role in enumerate(Role)}
 
 
 @dataclass(frozen=True)
+class RateLimit:
+    """How much a token may ask an HTTP server for in a minute; 0: any number."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Client:
     """The client of a call: its role, and the tenant whose shares and limits its requests count for.
 
-    `tenant` is empty if clients differ only by their connections.
+    `tenant` is empty if clients differ only by their connections. `limit`: None without a limit.
     """
 
     role: Role
     tenant: str = ""
+    limit: RateLimit | None = None
 
     def tenant_of(self, named: str, connection: str) -> str:
         """The tenant of a request that names `named` or "". Raises AllSparkError if the role does not allow it."""
@@ -87,13 +96,19 @@ class Client:
 
 
 def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
-    """The tokens of a file, and the role of each.
+    """The tokens of a file, and the role of each; see `read_limits`."""
+    return {token: role for token, (role, _) in read_limits(path).items()}
 
-    Each line is `ROLE TOKEN` with a role of read, generate, door or admin; blank lines and lines that begin with # are
-    skipped. A file with a single token and no role gives it the role admin. Raises ValueError naming file and line.
+
+def read_limits(path: str | os.PathLike[str]) -> dict[str, tuple[Role, RateLimit | None]]:
+    """The tokens of a file, and the role and the limits of each.
+
+    Each line is `ROLE TOKEN` with a role of read, generate, door or admin, perhaps with requests_per_minute=N and
+    tokens_per_minute=N behind it; blank lines and lines that begin with # are skipped. A file with a single token and
+    no role gives it the role admin. Raises ValueError naming file and line.
     """
     known = ", ".join(role.value for role in Role)
-    tokens: dict[str, Role] = {}
+    tokens: dict[str, tuple[Role, RateLimit | None]] = {}
     short = []
     entries = [(number, line.split()) for number, line in enumerate(Path(path).read_text().splitlines(), 1)
                if line.strip() and not line.lstrip().startswith("#")]
@@ -105,16 +120,16 @@ def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
         roles = {role.value for role in Role}
         if len(words) == 1 and len(entries) == 1 and words[0] not in roles:
             words = [Role.ADMIN.value, *words]
-        if len(words) != 2:
+        if len(words) < 2:
             raise ValueError(f"{where} must be 'ROLE TOKEN', with a role of {known}")
-        name, token = words
+        name, token, *limits = words
         if name not in roles:       # not shown, since it may be a token
             raise ValueError(f"{where} does not begin with a role; known: {known}")
         if not (token.isascii() and token.isprintable()):
             raise ValueError(f"the token in {where} must be of printable ASCII characters")
         if token in tokens:
             raise ValueError(f"{where} has a token that an earlier line has already")
-        tokens[token] = Role(name)
+        tokens[token] = Role(name), _limit_of(limits, where)
         if len(token) < SAFE_TOKEN:
             short.append(str(number))
     if short:
@@ -123,6 +138,21 @@ def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
     if os.stat(path).st_mode & stat.S_IROTH:
         logger.warning("the token file %s can be read by every user of this machine: chmod o= %s", path, path)
     return tokens
+
+
+def _limit_of(words: list[str], where: str) -> RateLimit | None:
+    """The limits that stand behind a token."""
+    found: dict[str, int] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        unit = name.removesuffix("_per_minute")
+        if unit not in ("requests", "tokens") or name == unit or unit in found:     # not shown: it may be a token
+            raise ValueError(f"{where} must be 'ROLE TOKEN', and may go on with requests_per_minute=N and "
+                             "tokens_per_minute=N")
+        if not (value.isascii() and value.isdigit() and 0 < int(value) < 1 << 53):
+            raise ValueError(f"{name} in {where} must be a whole number, at least 1")
+        found[unit] = int(value)
+    return RateLimit(**found) if found else None
 
 
 def pool_token(path: str | None) -> tuple[str, bool]:
@@ -247,14 +277,15 @@ class Access:
         #: how often the tokens have changed
         self.changes = 0
         self._version, self._next_look = file_version(self.token_file), 0.0
-        self._take(read_tokens(self.token_file) if self.token_file is not None else self.tokens)
+        given = {token: (role, None) for token, role in self.tokens.items()}
+        self._take(read_limits(self.token_file) if self.token_file is not None else given)
 
-    def _take(self, tokens: Mapping[str, Role]) -> None:
+    def _take(self, tokens: Mapping[str, tuple[Role, RateLimit | None]]) -> None:
         if any(not token for token in tokens):
             raise ValueError("an empty token would admit everyone")
-        self.tokens = tokens
+        self.tokens = {token: role for token, (role, _) in tokens.items()}
         # Digests have the same length: the time of a comparison reveals nothing about a token.
-        self._digests = [(_digest(f"Bearer {token}".encode()), role) for token, role in tokens.items()]
+        self._digests = [(_digest(f"Bearer {token}".encode()), known) for token, known in tokens.items()]
 
     def look(self) -> int:
         """Read the token file again if it has changed, checked once a second; returns `changes`.
@@ -269,7 +300,7 @@ class Access:
         if version != self._version:
             self._version = version
             try:
-                self._take(read_tokens(self.token_file))
+                self._take(read_limits(self.token_file))
             except OSError as error:
                 logger.error("the tokens stay as they were: their file cannot be read: %s", error.strerror)
             except ValueError as error:
@@ -312,11 +343,11 @@ class Access:
 
     def bearer(self, header: str | bytes) -> Client | None:
         """The client with this authorization header; None if there is no such token."""
-        digest, role = _digest(header.encode() if isinstance(header, str) else header), None
-        for expected, its_role in self._digests:    # all of them: the time does not reveal which one matched
+        digest, found = _digest(header.encode() if isinstance(header, str) else header), None
+        for expected, known in self._digests:   # all of them: the time does not reveal which one matched
             if hmac.compare_digest(digest, expected):
-                role = its_role
-        return Client(role, f"token:{digest.hex()[:16]}") if role is not None else None
+                found = known
+        return Client(found[0], f"token:{digest.hex()[:16]}", found[1]) if found is not None else None
 
 
 def file_version(path: str | os.PathLike[str] | None) -> tuple[int, ...]:

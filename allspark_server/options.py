@@ -152,7 +152,8 @@ class ListenerOptions:
     """Options of a process that clients connect to: a group, or a worker of the HTTP server."""
 
     token_file: str = _file("", "clients must present a token of this file: a line 'ROLE TOKEN' for each, with the "
-                            "role read, generate, door or admin; a file with one token alone gives it the role admin",
+                            "role read, generate, door or admin, over HTTP perhaps with requests_per_minute=N and "
+                            "tokens_per_minute=N; a file with one token alone gives it the role admin",
                             metavar="FILE")
     tls_cert: str = _file("", "the server's certificate", metavar="PEM")
     tls_key: str = _file("", "the key of that certificate", metavar="PEM")

@@ -28,6 +28,9 @@ from .responses import responses
 from .responses_wire import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
+_EXPOSED = ", ".join(("x-request-id", "retry-after", "retry-after-ms", *(
+    f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+))).encode()
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,1024}")
 
 
@@ -79,7 +82,7 @@ def _with_origin(send: Send, origin: bytes) -> Send:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [
                 *message["headers"], (b"access-control-allow-origin", origin), (b"vary", b"Origin"),
-                (b"access-control-expose-headers", b"x-request-id, retry-after")]}
+                (b"access-control-expose-headers", _EXPOSED)]}
         await send(message)
 
     return sending

@@ -25,6 +25,7 @@ from .choices import Choices
 from .errors import INTERNAL, ApiError
 from .metrics import Metrics
 from .pool import TURN_SECONDS, Answer, Pool
+from .rate_limits import RateLimits
 from .wire import Body, UnknownFields, parse
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class HttpWorker:
     strict_fields: bool = False
 
     def __post_init__(self) -> None:
+        self.limits = RateLimits(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
         self.calls: set[Call] = set()
         self._comments: set[asyncio.Future[None]] = set()
         self.started = int(time.time())
@@ -105,6 +107,7 @@ class Call:
         self._sending_since = 0.0
         self._streaming, self._written = False, 0.0
         self._answers: list[Answer] = []
+        self._limited, self._counted = False, 0     # for the limits of its key: whether it counts, and tokens so far
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         #: the client's x-request-id, or a new one: in the answer, the group's logs and traces
         self.request_id = given if _REQUEST_ID.fullmatch(given) else new_id("req_")
@@ -149,8 +152,23 @@ class Call:
         self._answers.append(answer)
         return answer
 
+    def count_request(self) -> None:
+        """Count the call for the limits of its key. Raises ApiError (429) if they do not allow it now."""
+        if self.client.limit is not None:
+            self._limited = True
+            self.worker.limits.take(self.client.tenant, self.client.limit)
+
+    def _count_tokens(self) -> None:
+        """Count the tokens that are new since the last call for the limits of the key."""
+        if self.client.limit is not None and self._limited:
+            tokens = sum(len(answer.prompt_ids) + answer.generated for answer in self._answers if answer.started)
+            if tokens > self._counted:
+                self.worker.limits.charge(self.client.tenant, self.client.limit, tokens - self._counted)
+                self._counted = tokens
+
     def end(self, endpoint: str) -> None:
         """Count the call and its requests to the pool in the metrics, however it has ended."""
+        self._count_tokens()
         metrics = self.worker.metrics
         seconds = time.monotonic() - self.began
         metrics.request(endpoint, self.status, seconds)
@@ -198,6 +216,8 @@ class Call:
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send a part of the answer; waits while the client does not read."""
+        if not more:
+            self._count_tokens()    # before the client knows the end, and asks again
         self._sending_since = self._written = time.monotonic()
         self._streaming = self._streaming and more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -219,6 +239,9 @@ class Call:
         headers = [*headers, (b"x-request-id", self.request_id.encode())]
         if ignored := ", ".join(self.unknown.ignored):
             headers.append((b"warning", f'299 - "unknown fields are ignored: {ignored}"'.encode()))
+        if self.client.limit is not None and self._limited:
+            self._count_tokens()
+            headers += self.worker.limits.headers(self.client.tenant, self.client.limit)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self._sending_since = 0.0
 
@@ -269,6 +292,8 @@ class Endpoint:
         worker.calls.add(call)
         try:
             call.client = self._admit(scope)
+            if self.role is not None and self.role.includes(Role.GENERATE):
+                call.count_request()
             with worker.bodies.share(call.tenant) as share:
                 form = None
                 if self.form is not None:
@@ -341,6 +366,8 @@ def _forget_frames(error: BaseException | None) -> None:
 async def reply_error(call: Call, error: ApiError, error_body: ErrorBody = ApiError.body) -> None:
     """Answer with an error."""
     headers = [(b"retry-after", str(error.retry_after).encode())] if error.retry_after else []
+    if error.retry_after_ms:
+        headers.append((b"retry-after-ms", str(error.retry_after_ms).encode()))
     if error.allow:
         headers.append((b"allow", error.allow.encode()))
     if error.status == 401:

@@ -65,15 +65,16 @@ class ApiError(Exception):
         message: what is wrong.
         param: the field of the request that is wrong; None: none.
         code: OpenAI's code of the error.
-        retry_after: seconds after which the same request may be accepted; 0: never.
+        retry_after: seconds after which the same request may be accepted; 0: never. retry_after_ms: the same in
+            milliseconds, if that is known.
         allow: the methods that the path accepts, for 405.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
-                 retry_after: int = 0, allow: str = ""):
+                 retry_after: int = 0, allow: str = "", retry_after_ms: int = 0):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after, self.allow = retry_after, allow
+        self.retry_after, self.allow, self.retry_after_ms = retry_after, allow, retry_after_ms
 
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's form."""

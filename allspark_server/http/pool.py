@@ -305,6 +305,11 @@ class Answer:
         return self.spec.input_ids or []
 
     @property
+    def generated(self) -> int:
+        """The number of generated tokens of all samples that have arrived."""
+        return self._generation.queue.GeneratedLength()
+
+    @property
     def opened(self) -> str:
         """The start of the answer that the chat template wrote."""
         return self._generation.queue.opened

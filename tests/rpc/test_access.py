@@ -150,7 +150,12 @@ def test_a_pool_with_an_open_listener_is_not_installed(tmp_path, capsys):
     ("", "holds no token"), (" \n\t\n", "holds no token"), ("# admin x\n", "holds no token"),
     ("admin a\nroot b\n", "line 2 .*does not begin with a role; known: read, generate, door, admin"),
     ("admin a\nb\n", "line 2 .*must be 'ROLE TOKEN'"), ("admin\n", "line 1 .*must be 'ROLE TOKEN'"),
-    ("admin a b\n", "line 1 .*must be 'ROLE TOKEN'"), ("admin a\n\n# more\nread a\n", "line 4 .*an earlier line has"),
+    ("admin a b\n", "line 1 .*must be 'ROLE TOKEN'"),
+    ("admin a requests=5\n", "line 1 .*may go on with requests_per_minute=N"),
+    ("admin a tokens_per_minute=0\n", "tokens_per_minute in line 1 .*at least 1"),
+    ("admin a tokens_per_minute=x\n", "tokens_per_minute in line 1 .*at least 1"),
+    ("admin a tokens_per_minute=1 tokens_per_minute=2\n", "line 1 .*may go on"),
+    ("admin a\n\n# more\nread a\n", "line 4 .*an earlier line has"),
     ("admin \u00e4\n", "printable ASCII"),
 ])  # fmt: skip
 def test_token_files_that_make_no_sense(tmp_path, text, message):
