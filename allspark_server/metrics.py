@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from . import vllm_metrics
+
 if TYPE_CHECKING:
     from allspark_client.types import AsEngineStat
 
@@ -71,6 +73,7 @@ class _Group:
             hits.add_metric([name, "host"], stat.prefix_cache_host_token)
         yield hits
         yield from _timings(models)
+        yield from vllm_metrics.families(models)
         yield from _ranks(self._group.get("ranks", []))
 
 

@@ -176,7 +176,7 @@ class Engine(AbstractEngine):
             prepared.dependency = dependency
             model.queue.resize(spec.tenant, size, prepared.size)
             size = prepared.size
-            request = Request(next(self._handles), sink, prepared)
+            request = Request(next(self._handles), sink, prepared, model.timings)
             with self._thread.lock:
                 self._thread.post(functools.partial(model.enqueue, request))
                 self._requests[request.handle] = (model, request)

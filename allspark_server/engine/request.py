@@ -22,6 +22,7 @@ from .threads import output_only
 
 if TYPE_CHECKING:
     from ..tokenizer.detokenizer import OutputText
+    from .statistics import Timings
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class Request:
     was accepted. `first_step`, `first_token`, `last_token`, `arrival` and `deadline` are on the monotonic clock.
     """
 
-    def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest):
+    def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest, timings: Timings | None = None):
+        """`timings`: the histograms of its model."""
+        self._timings = timings
         self.handle, self.name, self.model, self.trace = handle, prepared.name, prepared.model, prepared.trace
         self.sink: Sink | None = sink
         self.sequences: list[Sequence] = prepared.sequences
@@ -169,6 +172,8 @@ class Request:
         stat = self.stat()
         name = self.name or str(self.handle)
         log_request(name, self.model, self.tenant, stat, reason)
+        if self._timings is not None:
+            self._timings.add_request(stat, reason)
         trace_request(name, self.model, self.tenant, self.trace, stat, reason, error)
         try:
             assert self.sink is not None

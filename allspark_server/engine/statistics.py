@@ -18,6 +18,11 @@ _RATE_SECONDS = 10  # seconds over which throughput is averaged, at most
 #: upper bounds, in seconds, of the histograms of first tokens and of gaps between tokens
 FIRST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 GAP_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+#: those of times of requests, in seconds, and of their tokens
+WHOLE_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKEN_BOUNDS = (1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
+#: vLLM's words for why a request has ended
+_ENDED = {"stop": "stop", "length": "length", "interrupted": "abort", "error": "error"}
 
 
 class Histogram:
@@ -42,10 +47,37 @@ class Histogram:
 
 
 class Timings:
-    """A model's times in seconds. `first`: from arrival to the first token; `between`: from token to token."""
+    """Histograms of a model. Of tokens, in seconds: `first`, from arrival to the first token; `between`, from token to
+    token. Of requests that have ended, in seconds: `whole`; `queue`, until the first step; `prefill`, from there to the
+    first token; `decode`, from there to the last; `inference`, both; `per_token`, the mean of decode. And their tokens.
+    `ended`: their number by vLLM's reasons.
+    """
 
     def __init__(self) -> None:
-        self.first, self.between = Histogram(FIRST_BOUNDS), Histogram(GAP_BOUNDS)
+        self.first, self.between, self.per_token = Histogram(FIRST_BOUNDS), Histogram(GAP_BOUNDS), Histogram(GAP_BOUNDS)
+        self.whole, self.queue, self.prefill, self.decode, self.inference = (
+            Histogram(WHOLE_BOUNDS) for _ in range(5))
+        self.prompt_tokens, self.generated_tokens = Histogram(TOKEN_BOUNDS), Histogram(TOKEN_BOUNDS)
+        self.ended = dict.fromkeys(dict.fromkeys(_ENDED.values()), 0)
+
+    def add_request(self, stat: dict[str, float], reason: str) -> None:
+        """Counts a request that has ended. `stat`: values of RequestStatInfo, ms; `reason`: why, in the API's words."""
+        self.ended[_ENDED.get(reason, "stop")] += 1
+        self.whole.add([stat["finish_time"] / 1e3])
+        self.prompt_tokens.add([stat["context_token_length"]])
+        self.generated_tokens.add([stat["generated_token_length"]])
+        if "time_in_queue" not in stat:
+            return
+        self.queue.add([stat["time_in_queue"] / 1e3])
+        if "first_token_time" not in stat:
+            return
+        prefill = max(0.0, stat["time_to_first_token"] - stat["time_in_queue"]) / 1e3
+        decode = stat["last_token_time"] - stat["first_token_time"]
+        self.prefill.add([prefill])
+        self.decode.add([decode])
+        self.inference.add([prefill + decode])
+        if stat["generated_token_length"] > 1:
+            self.per_token.add([decode / (stat["generated_token_length"] - 1)])
 
 
 class Throughput:

@@ -195,16 +195,14 @@ class _NoModel:
     name = "m"
 
     def __init__(self) -> None:
-        from allspark_client import AsEngineStat
+        from allspark_client import AsEngineStat, AsModelConfig, ModelInfo
+        from allspark_server.engine.adapters import Adapter
+        from allspark_server.engine.statistics import Timings
+        from allspark_server.scheduler import Counters
 
-        class Histogram:
-            sum = 0.0
-
-            def buckets(self) -> list[tuple[str, float]]:
-                return [("+Inf", 0.0)]
-
-        self._stat = AsEngineStat()
-        self.timings = type("Timings", (), {"first": Histogram(), "between": Histogram()})()
+        self._stat, self.timings, self.info, self.config = AsEngineStat(), Timings(), ModelInfo(), AsModelConfig()
+        self.scheduler = type("Scheduler", (), {"counters": Counters()})()
+        self.adapters, self.live = [Adapter("a", "", 0, "")], set()
 
     def stat(self) -> Any:
         """Empty counters."""

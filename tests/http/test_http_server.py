@@ -121,6 +121,9 @@ def test_metrics(http_client, http_server):
     assert values['allspark_http_requests_total{endpoint="completions",status="200"}'] >= 1
     assert values[f'allspark_http_generated_tokens_total{{model="{MODEL}"}}'] >= 3
     assert values[f'allspark_http_first_token_seconds_count{{model="{MODEL}"}}'] >= 1
+    named = f'{{engine="0",member="{http_server.group}",model_name="{MODEL}"}}'
+    assert values[f"vllm:num_requests_running{named}"] >= 0
+    assert values[f"vllm:generation_tokens_total{named}"] >= 3 and values[f"vllm:kv_cache_usage_perc{named}"] <= 1
 
 
 def test_unknown_paths(http_client):

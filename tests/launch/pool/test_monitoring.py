@@ -57,6 +57,31 @@ def test_metrics_of_a_group(member):
     assert found[("allspark_rank_memory_bytes", ("node", "1"), ("rank", "0"))] == 100
 
 
+def test_metrics_under_vllms_names(member):
+    """What vLLM's dashboard, KEDA's rules and the inference gateway's endpoint picker read."""
+    found = samples(metrics_of(member[1]))
+
+    def value(name: str, **labels: str) -> float:
+        return found[(f"vllm:{name}", *sorted({"model_name": "m", "engine": "0", **labels}.items()))]
+
+    assert value("num_requests_running") == value("num_requests_waiting") == 0
+    assert value("prompt_tokens_total") == value("prefix_cache_queries_total") == 120
+    assert value("generation_tokens_total") == 30 and value("prefix_cache_hits_total") == 64
+    assert 0 <= value("kv_cache_usage_perc") == value("gpu_cache_usage_perc") < 1
+    assert value("request_success_total", finished_reason="length") == 3
+    assert value("request_success_total", finished_reason="stop") == 0
+    for name in ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+                 "request_decode_time_seconds", "request_inference_time_seconds", "time_to_first_token_seconds",
+                 "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens"):
+        assert value(f"{name}_count") == value(f"{name}_bucket", le="+Inf") == 3, name
+    assert value("inter_token_latency_seconds_count") == value("time_per_output_token_seconds_count") == 27
+    assert value("request_prompt_tokens_sum") == 120 and value("request_generation_tokens_bucket", le="10.0") == 3
+    assert value("e2e_request_latency_seconds_sum") >= value("request_inference_time_seconds_sum") > 0
+    cache = next(key for key in found if key[0] == "vllm:cache_config_info")
+    assert int(dict(cache[1:])["block_size"]) > 0 and int(dict(cache[1:])["num_gpu_blocks"]) > 0
+    assert found[cache] == 1
+
+
 def test_server_info_tells_of_ranks(member):
     with Member(Target("a", member[1])) as one:
         info = one.info()
