@@ -250,6 +250,7 @@ class ModelInfo:
     long_rope_original: int = 0         #: contexts longer than this use LongRoPE's other factors; 0: no LongRoPE
     #: for each cache group (layers that share spans), how many of the last positions it keeps; 0: all
     cache_windows: list[int] = field(default_factory=lambda: [0])
+    state_spans: int = 0                #: spans that hold a sequence's recurrent state; 0: the model has none
     weight_group_size: int = 0          #: length along K of quantization groups; 0: per channel, or none
     host_spans: int = 0                 #: spans of the host cache
     host_cache_bytes: int = 0           #: of the host cache, on rank 0

@@ -6,9 +6,10 @@ number: the native executor owns its memory. The package uses no tensors and kno
 
 from .host_cache import Copies, HostCache
 from .prefix_cache import PrefixCache
-from .span_groups import NO_SPAN, SpanGroups
-from .span_keys import SpanKeys, in_group, scope
+from .span_groups import NO_SPAN, STATE_STEP, SpanGroups
+from .span_keys import SpanKeys, in_group, of_state, scope
 from .span_pool import SpanPool
+from .states import StateCheckpoints, StateCopies
 
-__all__ = ["NO_SPAN", "Copies", "HostCache", "PrefixCache", "SpanGroups", "SpanKeys", "SpanPool", "in_group",
-           "scope"]
+__all__ = ["NO_SPAN", "STATE_STEP", "Copies", "HostCache", "PrefixCache", "SpanGroups", "SpanKeys", "SpanPool",
+           "StateCheckpoints", "StateCopies", "in_group", "of_state", "scope"]

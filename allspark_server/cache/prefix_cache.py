@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .host_cache import HostCache
 from .span_groups import SpanGroups
-from .span_keys import SpanKeys, in_group
+from .span_keys import SpanKeys, in_group, of_state
 from .span_pool import SpanPool
 
 
@@ -42,6 +42,10 @@ class PrefixCache:
         """The span with this key, or None. Takes no reference: call `SpanPool.acquire` next."""
         return self._span_of.get(key)
 
+    def key_of(self, span: int) -> bytes | None:
+        """The key of a span, or None if it has none."""
+        return self._key_of.get(span)
+
     def match(self, keys: Sequence[bytes], groups: SpanGroups, restored: bool = False) -> int:
         """The number of spans at the start of the chain that need not be computed.
 
@@ -67,13 +71,29 @@ class PrefixCache:
             length = begin = begin - 1
         return length
 
-    def enter(self, key: bytes, span: int) -> None:
-        """Adds a fully computed span. A second span with the same key stays private to its sequence."""
+    def match_state(self, keys: Sequence[bytes], length: int, groups: SpanGroups, restored: bool = False) -> int:
+        """The number of spans, at most `length`, after which a checkpoint of the recurrent state is in the cache; 0 for
+        none; `length` if the model has no state. restored: or in the host cache.
+        """
+        while groups.state_spans and length > 0 and not self.has_state(keys[length - 1], groups, restored):
+            length -= 1
+        return length
+
+    def has_state(self, key: bytes, groups: SpanGroups, restored: bool = False) -> bool:
+        """Whether a checkpoint of the state after the span with this key is in the cache. restored: or in the host
+        cache.
+        """
+        return all(self._known(of_state(key, part), restored) for part in reversed(range(groups.state_spans)))
+
+    def enter(self, key: bytes, span: int, written: bool = True) -> None:
+        """Adds a fully computed span. A second span with the same key stays private to its sequence. written=False: the
+        step that is being planned writes it; the caller tells the host cache afterwards.
+        """
         if key not in self._span_of:
             self._span_of[key] = span
             self._key_of[span] = key
             self._pool.keep(span)
-            if self.host_cache is not None:
+            if self.host_cache is not None and written:
                 self.host_cache.computed(key, span)
 
     def expire(self) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 #: In a sequence's span table: no span, because these positions are before the group's attention window.
 NO_SPAN = -1
+#: Recurrent states advance at multiples of this many positions (kStateStep in native/batch/batch.h).
+STATE_STEP = 64
 
 
 @dataclass(frozen=True)
@@ -14,12 +16,14 @@ class SpanGroups:
 
     All groups take spans of one size in bytes from one pool. size: positions of a span. windows: for each group, the
     number of last positions that its layers attend to; 0: all. ahead: the positions after the window for which a
-    windowed group has spans: those that submitted steps and the next one compute.
+    windowed group has spans: those that submitted steps and the next one compute. state_spans: the number of spans that
+    hold a checkpoint of a sequence's recurrent state; 0: the model has no state.
     """
 
     size: int
     windows: tuple[int, ...] = (0,)
     ahead: int = 0
+    state_spans: int = 0
 
     @property
     def windowed(self) -> list[tuple[int, int]]:

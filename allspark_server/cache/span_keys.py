@@ -27,6 +27,11 @@ def in_group(key: bytes, group: int) -> bytes:
     return bytes((key[0] ^ group,)) + key[1:] if group else key
 
 
+def of_state(key: bytes, part: int) -> bytes:
+    """The key of one of the spans that hold the recurrent state after the span with this key."""
+    return bytes((key[0] ^ 0xFF, key[1] ^ (part & 0xFF), key[2] ^ (part >> 8 & 0xFF), key[3] ^ (part >> 16))) + key[4:]
+
+
 class SpanKeys:
     """A hash chain: a span's key is the hash of its token ids and of the key of the span before it.
 

@@ -82,7 +82,7 @@ class ServedModel:
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
             masks=len(masks.bits) // DEPTH if masks is not None else 0, recompute_beyond=info.long_rope_original,
-            windows=tuple(info.cache_windows),
+            windows=tuple(info.cache_windows), state_spans=info.state_spans,
         )
         self.scheduler = QuarantineScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
@@ -177,8 +177,7 @@ class ServedModel:
     def leave_memory(self) -> None:
         """Prepares for unloading or loading the device memory. No step may be running."""
         self.loaded = False
-        if self.scheduler.prefix_cache is not None:
-            self.scheduler.prefix_cache.clear()
+        self.scheduler.lose_cache()
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Requests cannot use the adapter from now on. AllSparkError if some use it or it is not loaded."""

@@ -28,7 +28,8 @@ class Target:
 
 def with_adapters(graph: Graph) -> tuple[Graph, list[Target]]:
     """The same network with an op for adapters after each linear layer that is a module of the checkpoint; returns it
-    and the targets of these ops. Experts, and an embedding that is also the head, are not targets.
+    and the targets of these ops. Experts, an embedding that is also the head, and matrices whose parts are not blocks
+    of their output (layers that the checkpoint stores interleaved) are not targets.
     """
     other, targets = copy.copy(graph), list[Target]()
     other.ops = []
@@ -39,6 +40,8 @@ def with_adapters(graph: Graph) -> tuple[Graph, list[Target]]:
             continue
         weight, block = graph.weights[op.weights[0]], 0
         y, x = graph.tensors[op.outputs[0]], graph.tensors[op.inputs[0]]
+        if len(weight.parts) != len(y.blocks):
+            continue
         while block < len(weight.parts):
             name = weight.parts[block].tensor
             parts = tuple(part for part in weight.parts[block:] if part.tensor == name)

@@ -143,7 +143,7 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     if architecture.windows:
         return
     layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
-    types = fields.get("layer_types", list, [])
+    types = fields.get("layer_types", list, []) if architecture.layer_types else []
     sliding = sorted({str(kind) for kind in types} - {"full_attention"})
     if sliding:
         raise fields.error("layer_types", f"holds {', '.join(sliding)}: only full_attention is supported, "

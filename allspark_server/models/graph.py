@@ -205,7 +205,8 @@ class Graph:
         self.quantization: StoredQuantization | None = None
         self.row_sets: dict[str, RowSet] = {}
         #: groups of full attention come first
-        self.cache_groups, self._places = place_layers(config.windows, config.num_layers)
+        self.cache_groups, self._places = place_layers(config.windows, config.num_layers,
+                                                       config.delta.layers if config.delta else ())
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property
@@ -508,9 +509,43 @@ class Graph:
         """`x = cap * tanh(x / cap)`."""
         return self.op("soft_cap", x, cap=cap)
 
+    def sigmoid_gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        """`y *= sigmoid(gate)` with a gate for each value."""
+        return self.op("sigmoid_gate", y, gate)
+
     def sigmoid_mul(self, y: Tensor, gate: Tensor) -> Tensor:
         """`y *= sigmoid(gate)` with one gate for each row."""
         return self.op("sigmoid_mul", y, gate)
+
+    # -- layers with a state -------------------------------------------------------------------------------------------
+    def causal_conv(self, x: Tensor, name: str, taps: int, out: str = "convolved") -> Tensor:
+        """SiLU of each channel's weighted sum over its last `taps` rows, with the checkpoint's weights `name`, of shape
+        [channels, 1, taps].
+        """
+        parts, first, of = [], 0, taps * sum(block.width for block in x.blocks)
+        for block in x.blocks:
+            split = block.split and replace(block.split, size=taps * block.split.size)
+            parts.append(Part(name, taps * block.width, split, first, of))
+            first += taps * block.width
+        return self.op("causal_conv", x, weights=(self.weight(Weight(name, tuple(parts))),), out=out, taps=taps,
+                       activated=1)
+
+    def gated_delta(self, x: Tensor, gates: Tensor, prefix: str, key_dim: int, value_dim: int,
+                    out: str = "recalled") -> Tensor:
+        """The gated delta rule for [queries | keys | values] and [a | b], see the table of ops. The checkpoint has
+        `prefix`.A_log and `prefix`.dt_bias.
+        """
+        heads = gates.blocks[0]
+        weights = tuple(self.weight(Weight(name, (Part(name, heads.width, heads.split),)))
+                        for name in (f"{prefix}.A_log", f"{prefix}.dt_bias"))
+        return self.op("gated_delta", x, gates, weights=weights, out=out, blocks=x.blocks[2:], key_dim=key_dim,
+                       value_dim=value_dim)
+
+    def gated_rms_norm(self, y: Tensor, gate: Tensor, name: str, head_dim: int) -> Tensor:
+        """RMS norm of each head with the checkpoint's weight `name`, times silu(gate), in place."""
+        weight = self.weight(Weight(name, (Part(name, head_dim),)))
+        return self.op("gated_rms_norm", y, gate, weights=(weight,), eps=self.config.rms_norm_eps, head_dim=head_dim,
+                       gate="silu")
 
     # -- experts -------------------------------------------------------------------------------------------------------
     def router(self, logits: Tensor, rows: str, correction: Weight | None = None, **attrs: Any) -> Tensor:

@@ -74,6 +74,27 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Layers with the gated delta rule in place of attention (arXiv 2412.06464), by their numbers.
+
+    key_heads, value_heads: each key head serves as many value heads. key_dim, value_dim: features of a head. taps: rows
+    of the convolution before it.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def group(self) -> int:
+        """The number of value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The description of a network from which a model file builds the graph.
 
@@ -88,6 +109,7 @@ class ModelConfig:
     output_bias: attention's output projection has a bias; read where this is a choice of its own.
     head_norms: query and key heads are normalized; read where this is a choice.
     residual_scale, logit_scale: factors of what a layer adds to the residual stream, and of the logits.
+    delta: layers with the gated delta rule, which have a state and no spans; None if there are none.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     """
@@ -123,6 +145,7 @@ class ModelConfig:
     head_norms: bool = _in_graph(False)
     residual_scale: float = _in_graph(1.0)
     logit_scale: float = _in_graph(1.0)
+    delta: DeltaConfig | None = _in_graph(None)
 
     def window(self, layer: int) -> int:
         """The layer's sliding window in positions; 0 for full attention."""

@@ -23,14 +23,15 @@ from allspark_server.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
 )
 from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, mixtral, gpt_oss, phi3, glm, glm4_moe, minimax, gemma, olmo2,
-            seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
+FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, mixtral, gpt_oss, phi3, glm, glm4_moe, minimax,
+            gemma, olmo2, seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

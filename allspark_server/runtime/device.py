@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.graph import OUTPUT_ROWS, Graph
+from allspark_server.models.graph import OUTPUT_ROWS, Graph, Op
 from allspark_server.runtime.binding import GROUP_GPUS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import DeviceLost, cuda_library, native_library
@@ -107,6 +107,17 @@ class Device:
     def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
         """Bytes of a span for one layer and KV head."""
         return self._library.span_bytes(span_size, head_dim, dtype)
+
+    def state_bytes(self, graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
+        """Bytes that an op with a state keeps of a sequence on a rank: its state, and its recent rows."""
+        x = graph.tensors[op.inputs[0]]
+        if op.type == "causal_conv":
+            return self._library.causal_conv_bytes(x.width_of(rank, world), op.attrs["taps"])
+        keys, values = (block.width_of(rank, world) for block in x.blocks[1:])
+        key_dim, value_dim = int(op.attrs["key_dim"]), int(op.attrs["value_dim"])
+        key_heads = keys // key_dim
+        return self._library.gated_delta_bytes(key_heads, values // value_dim // key_heads, key_dim, value_dim,
+                                               key_dim if op.attrs.get("channels") else 1)
 
     def adapter_bytes(self, rank: int, inputs: int, columns: int, dtype: str) -> int:
         """Bytes of the two matrices of an adapter for one target."""
@@ -236,6 +247,10 @@ class Gpu(Device):
             missing.append("speculation='draft' of several ranks")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
+
+    def state_bytes(self, graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
+        """See `Device.state_bytes`."""
+        raise not_available(f"{graph.config.architecture}, whose layers have a recurrent state, on CUDA")
 
     def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
         """See `Device.form_of`."""

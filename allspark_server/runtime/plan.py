@@ -15,6 +15,9 @@ Kinds of sections that the CPU backend knows:
               spans to the host cache; the others restore spans from it. They are made in this order before any row is
               computed. Targets of saves must differ from each other, and so must targets of restores. A key identifies
               a span's content: a restored span must have been saved with the same key
+    STATES    n_saved, n_spans, then copies of recurrent states { slot, position, n_spans x span }. The first n_saved
+              copies save slots' states to spans, before the slots are given to others; the rest load them from spans.
+              They are made in this order, after COPIES and before any row is computed
 
 The ranks' native code reads this form. `StepPlan` is the form that tests and tools make and read.
 """
@@ -35,7 +38,7 @@ MAX_STEP_PROBES = 32
 
 MAGIC = 0x41535032
 
-COPIES = 3  # a kind of section
+COPIES, STATES = 3, 4  # kinds of sections
 
 _DO_SAMPLE, _LOGPROBS, _SUPPRESS, _EXTENDED = 1, 2, 4, 8
 _SAMPLING = struct.Struct("<ififfffiiiIIiiii")

@@ -89,13 +89,26 @@ class RankModel:
 
         return sum(size(weight) for weight in self.graph.weights.values())
 
-    def span_bytes(self, device: Device) -> int:
-        """Bytes of one span: keys and values of every layer, for this rank's heads."""
+    def span_bytes(self, device: Device, rank: int | None = None) -> int:
+        """Bytes of one span: keys and values of every layer, for the heads of this rank, or of another one."""
         net = self.graph.config
         head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
-        begin, end = self.graph.kv_heads.units_of(self.rank, self.world)
+        begin, end = self.graph.kv_heads.units_of(self.rank if rank is None else rank, self.world)
         layers = {op.attrs["layer"] for op in self.graph.ops if op.type == "span_attention"}
         return head * (end - begin) * len(layers)
+
+    def state_bytes(self, device: Device, rank: int | None = None) -> tuple[int, int]:
+        """Bytes of a sequence's recurrent state, and of its recent rows, on this rank or another one: see
+        docs/decisions/recurrent.md. Zeros if no layer has a state.
+        """
+        sizes = [device.state_bytes(self.graph, op, self.rank if rank is None else rank, self.world)
+                 for op in self.graph.ops if op.type in ("causal_conv", "gated_delta")]
+        return sum(state for state, _ in sizes), sum(recent for _, recent in sizes)
+
+    def state_spans(self, device: Device) -> int:
+        """The number of spans that hold a sequence's recurrent state on every rank; 0 if no layer has one."""
+        return max(-(-self.state_bytes(device, rank)[0] // self.span_bytes(device, rank))
+                   for rank in range(self.world))
 
     @property
     def adapter_dtype(self) -> str:
@@ -172,6 +185,10 @@ class RankModel:
 def check_draft(draft: RankModel, model: RankModel) -> None:
     """Raises AllSparkError if `draft` cannot make drafts for `model`."""
     wanted, found = model.graph.config, draft.graph.config
+    if any(op.type == "gated_delta" for op in draft.graph.ops):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"draft_model={model.config.draft_model!r} is a {found.architecture}, whose layers with a "
+                            "state cannot follow drafts that are rejected; use a model with attention in all layers")
     if found.vocab_size != wanted.vocab_size:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"draft_model={model.config.draft_model!r} has a vocabulary of {found.vocab_size} tokens, "

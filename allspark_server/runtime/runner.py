@@ -69,6 +69,7 @@ class ModelRunner:
         self.cpus = list(cpus or [])
         #: called during load with (elements loaded, elements in all)
         self.progress: Progress | None = None
+        self._state_spans = 0       # spans that hold a sequence's recurrent state
         self._device: Any = None    # a Device, and its native executors, once load() has started
         self._executor: Any = None
         self._reservation: Reservation | None = None  # of memory that is not touched yet
@@ -111,7 +112,9 @@ class ModelRunner:
         step = self._rows_of_step(), self._outputs_of_step()
         self._check_rows(step[0], device.most_rows)
         fixed = sum(shard.weight_bytes(device) + device.activation_bytes(shard, *step) for shard in models)
+        fixed += config.engine_max_batch * sum(model.state_bytes(device))
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
+        self._state_spans = model.state_spans(device)
         self.host_spans = self._count_host_spans()
         if device.host_memory and not config.host_cache_dir:
             fixed += config.host_cache_memory
@@ -180,7 +183,7 @@ class ModelRunner:
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
             long_rope_original=net.rope.original_max if net.rope.type == "longrope" else 0,
-            cache_windows=list(self._groups.windows),
+            cache_windows=list(self._groups.windows), state_spans=self._state_spans,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
@@ -256,7 +259,7 @@ class ModelRunner:
         facts = {"results": results_digest(), "model": hash_of_model, "draft": config.draft_model, "rank": self.rank,
                  "world": self.world, "weights": [model.weight_dtype, model.weight_group_size, model.quantize_head],
                  "cache": model.cache_dtype, "span": [config.cache_span_size, self._span_bytes], "spans": spans,
-                 "windows": self._groups.windows}
+                 "windows": self._groups.windows, "state": self._state_spans}
         self._host_file.prepare(facts, self._executor.host_cache_bytes(spans))
         began = time.perf_counter()
         self._executor.allocate_host_cache(spans, self._host_file.fd, HEADER)
@@ -408,7 +411,9 @@ class ModelRunner:
                                groups.positions(spans), config.engine_max_length)
             return spans
         left = max(0, available - fixed)
-        wanted = one_request * config.engine_max_batch
+        # A request's prompt and end leave a checkpoint each of its recurrent state.
+        checkpoints = 2 * self._state_spans if config.enable_prefix_cache else 0
+        wanted = (one_request + checkpoints) * config.engine_max_batch
         spans = min(wanted, int(left * self._device.cache_share) // span_bytes)
         if spans < one_request:
             spans = min(one_request, int(left * self._device.largest_cache_share) // span_bytes)

@@ -40,6 +40,7 @@ class Completion(SchedulerState):
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
+        table.certain[live] = table.length[live]
         if self._drafts is not None or step.masked:
             drafts = step.work.columns[WorkTable.DRAFTS, step.sampling]
             table.longest[live] -= (drafts + 1 - counts)[alive]

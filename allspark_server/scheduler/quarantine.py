@@ -44,7 +44,7 @@ class QuarantineScheduler(Scheduler):
         `take_oversized`. `cost`: as for `plan`.
         """
         builder = StepBuilder(len(self.limits.windows))
-        self._spans.begin_step(False)
+        self._spans.begin_step(max(1, len(self.active)))
         budget = self.limits.max_step_tokens
         if cost is not None:
             budget = int(max(1, min(budget, cost.for_prompts(len(self.active), 0, 1))))
@@ -69,7 +69,7 @@ class QuarantineScheduler(Scheduler):
         if sequence.planned == len(sequence.tokens):
             self.alone = None
         self.tenants.serve(sequence.account, len(self.active))  # what others could have got in this step
-        return self._step(builder, self._spans.take_copies())
+        return self._step(builder, self._spans.take_copies(), self._spans.take_states())
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
         """The sequence to preempt for a quarantined one; None if that would take from a tenant with no more than the

@@ -7,7 +7,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from ..cache import Copies
+from ..cache import Copies, StateCopies
 from ..runtime.plan import MAX_STEP_DRAFTS, SAMPLE, NewSlot
 from .completion import Completion
 from .sequence import Sequence, State
@@ -49,7 +49,7 @@ class Scheduler(Completion):
         after it. `cost` is a further limit, but running sequences always get their next row, and prompts a few rows.
         """
         limits = self.limits
-        self._spans.begin_step(not self.active)
+        self._spans.begin_step(len(self.active))
         if self._restoring:
             restoring, self._restoring = self._restoring, []
             for sequence in restoring:
@@ -74,19 +74,19 @@ class Scheduler(Completion):
             budget -= self._share_with_short(builder, prompts, budget // 2, may_admit)
         if prompts or (self._free_slots and self.queue.waiting):
             self._plan_prompts(builder, prompts, budget, may_admit)
-        copies = self._spans.take_copies()
-        if not builder.rows and copies is None:
+        copies, states = self._spans.take_copies(), self._spans.take_states()
+        if not builder.rows and copies is None and states is None:
             return None
-        return self._step(builder, copies)
+        return self._step(builder, copies, states)
 
     def _may_admit(self) -> bool:
         """Whether waiting sequences may get slots."""
         return True
 
-    def _step(self, builder: StepBuilder, copies: Copies | None) -> Step:
+    def _step(self, builder: StepBuilder, copies: Copies | None, states: StateCopies | None) -> Step:
         free, self._slots_to_free = self._slots_to_free, []
         self._mask_rows = self.limits.masks - self._mask_rows  # the rows of the last step may still be in use
-        return builder.step(free, self._slots, self.limits.draft_kind, copies, self._mask_rows)
+        return builder.step(free, self._slots, self.limits.draft_kind, copies, self._mask_rows, states)
 
     def _plan_decoding(self, builder: StepBuilder) -> None:
         """Plans a row for each sequence in decode, unless it may have reached its maximum length."""
@@ -175,8 +175,10 @@ class Scheduler(Completion):
     def _plan_chunk(self, builder: StepBuilder, sequence: Sequence, count: int) -> int:
         """Plans up to `count` more rows of a prompt, limited by its spans. Returns the number of planned rows."""
         begin = sequence.planned
-        count, flags = builder.add_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
+        count = self._spans.rows_of_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
+        count, flags = builder.add_chunk(sequence, count)
         self._spans.before_writes(sequence, begin)
+        self._spans.note_rows(sequence)
         self.tenants.serve(sequence.account, count)
         if flags & SAMPLE:
             self._slots.longest[sequence.slot] += 1
@@ -272,6 +274,7 @@ class Scheduler(Completion):
         bisect.insort(self._prompts, sequence, key=_order_of)
         builder.admitted.append(sequence)
         builder.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
+        self._spans.load_state(sequence)
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
         return self._plan_chunk(builder, sequence, count)
 

@@ -117,6 +117,9 @@ class Sequence:
     passed_spans: list[int] = field(default_factory=list)  # of each table: leading spans that its window has passed
     sent_spans: int = 0  # spans of each table that the ranks have
     entered: int = 0  # leading spans that are in the prefix cache
+    state_spans: list[Any] = field(default_factory=list)  # spans from which its slot's state will be loaded
+    checkpoint: int = 0  # position of its last checkpoint
+    fork: int = 0  # position where it leaves the histories in the prefix cache, if these have no state there
     prefix_len: int | None = None  # positions found in the prefix cache when first admitted
     restored: int = 0  # positions that came from the host cache
     preemptions: int = 0
@@ -162,5 +165,5 @@ class Sequence:
     def lose_cache(self) -> None:
         """Resets the sequence to nothing computed."""
         self.slot = -1
-        self.planned = self.computed = self.sent_spans = self.entered = 0
+        self.planned = self.computed = self.sent_spans = self.entered = self.checkpoint = 0
         self.spans, self.passed_spans = [], []

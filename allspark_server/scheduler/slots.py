@@ -12,12 +12,13 @@ _NEVER = np.iinfo(np.int64).max
 class SlotTable:
     """One entry for each slot; int64 unless said otherwise.
 
-    `epoch`: the number of sequences that have left the slot; it tells late results of an earlier sequence from those of
-    the current one. `length`: known tokens of the sequence. `longest`: the length after all planned steps if all drafts
-    are accepted. `pending`: results still to come. `capacity`: positions in the sequence's spans. `limit`: its maximum
-    length, or the length at which it must be recomputed. `guided` (bool): its tokens are sampled under masks.
-    `span_end`: the length at which the next span is full; a full span may enter the prefix cache, and sliding windows
-    may move. `check_each` (bool): its tokens must be checked one by one. `adapter`: the LoRA adapter of its rows.
+    `epoch`: the number of sequences that have left the slot; it tells late results of an earlier sequence from
+    those of the current one. `length`: known tokens of the sequence. `longest`: the length after all planned steps
+    if all drafts are accepted. `pending`: results still to come. `capacity`: positions in the sequence's spans.
+    `limit`: its maximum length, or the length at which it must be recomputed. `guided` (bool): its tokens are
+    sampled under masks. `span_end`: the length at which the next span is full; a full span may enter the prefix
+    cache, and sliding windows may move. `certain`: positions that the last completed step computed, its drafts not
+    counted. `check_each` (bool): its tokens must be checked one by one. `adapter`: the LoRA adapter of its rows.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until they are needed.
     """
@@ -30,6 +31,7 @@ class SlotTable:
         self._span_size, self._track_full_spans, self._recompute_beyond = span_size, track_full_spans, recompute_beyond
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
+        self.certain = np.zeros(slots, np.int64)
         self.any_guided = False  # whether any sequence ever was guided
         self.check_each, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
         self.adapter = np.full(slots, NO_ADAPTER, np.int64)

@@ -7,7 +7,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..cache import NO_SPAN, Copies, HostCache, PrefixCache, SpanGroups, SpanPool, in_group
+from ..cache import (
+    NO_SPAN,
+    Copies,
+    HostCache,
+    PrefixCache,
+    SpanGroups,
+    SpanPool,
+    StateCheckpoints,
+    StateCopies,
+    in_group,
+    of_state,
+)
 from .pending_spans import PendingSpans
 from .sequence import Sequence, State
 
@@ -17,6 +28,9 @@ _PAUSE, _IDLE_PAUSE, _FIRST_COPIES = 0.01, 0.2, 16
 
 # Short prompts may overtake a prompt that waits for spans if they use at most 1 / _OVERTAKING_PART of the cache.
 _OVERTAKING_PART = 8
+
+# Positions of a long prompt between two checkpoints of its recurrent state.
+_CHECKPOINT_DISTANCE = 1024
 
 
 class Taken(enum.Enum):
@@ -39,6 +53,8 @@ class SequenceSpans:
     ):
         self.groups, self.pool, self.prefix_cache = groups, pool, prefix_cache
         self.host_cache: HostCache | None = prefix_cache.host_cache if prefix_cache is not None else None
+        self._states = StateCheckpoints(groups, pool, prefix_cache, clock) if (
+            prefix_cache is not None and groups.state_spans) else None
         self.pending = PendingSpans()
         self._short: tuple[Sequence, int, bytes | None] | None = None  # see `short`
         self._overtakers: list[Sequence] = []  # sequences that overtook `short`
@@ -83,10 +99,12 @@ class SequenceSpans:
         if self.short is not None:
             self._overtakers.append(sequence)
 
-    def begin_step(self, idle: bool) -> None:
-        """Begins planning a step. `idle`: no sequence is running, so copies delay none."""
+    def begin_step(self, running: int) -> None:
+        """Begins planning a step. `running`: the number of sequences that copies delay."""
+        if self._states is not None:
+            self._states.begin_step(running)
         if self.host_cache is not None:
-            seconds, pause = self.host_cache.costs.copy, _IDLE_PAUSE if idle else _PAUSE
+            seconds, pause = self.host_cache.costs.copy, _PAUSE if running else _IDLE_PAUSE
             self._copies_left = max(_FIRST_COPIES, int(pause / seconds)) if seconds else _FIRST_COPIES
 
     def take(self, sequence: Sequence, spare: int) -> Taken:
@@ -104,17 +122,19 @@ class SequenceSpans:
             full = 0 if sequence.outputs_every_row else (length - 1) // self._size
             cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
             keys = sequence.keys[:full]
-            hit = cache.match(keys, self.groups)
-            producer, end = self.pending.find(keys, hit)
+            known = cache.match(keys, self.groups)
+            hit = cache.match_state(keys, known, self.groups)
+            sequence.fork = self._states.position_of(known * self._size) if self._states and known > hit else 0
+            producer, end = self.pending.find(keys, known)
             if producer is not None:
                 self.pending.wait(sequence, producer, end)
                 return Taken.PENDING
-            next_key = keys[hit] if hit < full and keys[hit] not in cache else None
+            next_key = keys[known] if known < full and keys[known] not in cache else None
         self._hold(sequence, hit)
         if sum(self._missing(sequence)) + spare > self.pool.available:
             return self._too_few(sequence, next_key)
         if cache is not None and self.host_cache is not None and hit < full:
-            reach = cache.match(keys, self.groups, restored=True)
+            reach = cache.match_state(keys, cache.match(keys, self.groups, True), self.groups, True)
             if reach > hit and self.host_cache.costs.worthwhile() and not self._restore(sequence, keys, reach):
                 return Taken.RESTORING
         sequence.entered, sequence.admitted = len(sequence.spans[0]), length
@@ -125,7 +145,7 @@ class SequenceSpans:
         for table, count in zip(sequence.spans, missing):
             table += new[:count]
             del new[:count]
-        sequence.planned = sequence.computed = sequence.entered * self._size
+        sequence.planned = sequence.computed = sequence.checkpoint = sequence.entered * self._size
         self.pending.announce(sequence, sequence.entered, full)
         return Taken.YES
 
@@ -196,6 +216,60 @@ class SequenceSpans:
         """The copies between cache and host cache that the planned step makes."""
         return self.host_cache.take_copies() if self.host_cache is not None else None
 
+    def take_states(self) -> StateCopies | None:
+        """The copies of recurrent states that the planned step makes."""
+        return self._states.take() if self._states is not None else None
+
+    def load_state(self, sequence: Sequence) -> None:
+        """The planned step loads the state of a sequence that has just got its slot, if it begins with cached spans."""
+        if self._states is not None and sequence.state_spans:
+            self._states.load(sequence.slot, sequence.computed, sequence.state_spans)
+            sequence.state_spans = []
+
+    def note_rows(self, sequence: Sequence) -> None:
+        """Rows of a prompt are planned: the state after them is kept if the prompt ends or is long."""
+        if self._states is not None:
+            position = self._states.position_of(sequence.planned)
+            distance = position - sequence.checkpoint
+            awaited = sequence.planned == len(sequence.tokens) or position in self._awaited(sequence)
+            if distance >= _CHECKPOINT_DISTANCE or (distance > 0 and awaited):
+                self._want_state(sequence, position, leaves=False)
+
+    def rows_of_chunk(self, sequence: Sequence, count: int) -> int:
+        """How many of the next `count` rows of a prompt its chunk may have: it ends where other sequences, which wait
+        for the prefix that they share or will begin with it, need the state.
+        """
+        for position in self._awaited(sequence):
+            if sequence.planned < position:
+                count = min(count, position - sequence.planned)
+        return count
+
+    def _awaited(self, sequence: Sequence) -> list[int]:
+        """The positions at which sequences that share its prefix need the state."""
+        if self._states is None:
+            return []
+        return [sequence.fork] + [self._states.position_of(spans * self._size) for spans, *_ in sequence.followers]
+
+    def note_departure(self, sequence: Sequence, least: int, most: int) -> None:
+        """A sequence is about to leave its slot: its state is kept. `least`, `most`: the numbers of its positions that
+        are computed when all planned steps are completed. A state beyond its tokens would be of no use.
+        """
+        if self._states is not None:
+            position = self._states.position_of(least)
+            if position == self._states.position_of(most) and position > sequence.checkpoint:
+                self._want_state(sequence, position, leaves=True)
+
+    def forget_states(self) -> None:
+        """Called when slots and cache have lost their content, while nothing runs."""
+        if self._states is not None:
+            self._states.forget()
+
+    def _want_state(self, sequence: Sequence, position: int, leaves: bool) -> None:
+        assert self._states is not None and self.prefix_cache is not None
+        self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, position // self._size)
+        self._states.want(sequence.slot, position, sequence.keys, leaves)
+        sequence.checkpoint = position
+
     def _hold(self, sequence: Sequence, length: int) -> None:
         """Takes references to the first `length` spans of the sequence in the prefix cache, except those that sliding
         windows have passed. A table has None for a span that is missing.
@@ -209,9 +283,16 @@ class SequenceSpans:
                 found = [self.prefix_cache.find(in_group(key, group)) for key in sequence.keys[begin:length]]
             self.pool.acquire(span for span in found if span is not None)
             sequence.spans.append([NO_SPAN] * begin + found)
+        if self._states is not None and self.prefix_cache is not None and length:
+            key = sequence.keys[length - 1]
+            parts = range(self.groups.state_spans)
+            sequence.state_spans = [self.prefix_cache.find(of_state(key, part)) for part in parts]
+            self.pool.acquire(span for span in sequence.state_spans if span is not None)
 
     def _let_go(self, sequence: Sequence) -> None:
         """Releases all spans of the sequence."""
+        self.pool.release([span for span in sequence.state_spans if span is not None], self._clock())
+        sequence.state_spans = []
         for table, begin in zip(sequence.spans, sequence.passed_spans):
             self.pool.release([span for span in table[begin:] if span is not None], self._clock())
         sequence.spans, sequence.passed_spans = [], []
@@ -234,20 +315,25 @@ class SequenceSpans:
         assert self.prefix_cache is not None and self.host_cache is not None
         self._let_go(sequence)
         self._hold(sequence, length)
-        wanted = [(index, group) for group, table in enumerate(sequence.spans)
+        # index in the chain of spans, key, and place of each missing span; those of the state come last
+        wanted = [(index, in_group(keys[index], group), table, index) for group, table in enumerate(sequence.spans)
                   for index, span in enumerate(table) if span is None]
+        wanted.sort(key=lambda each: each[0])
+        wanted += [(length, of_state(keys[length - 1], part), sequence.state_spans, part)
+                   for part, span in enumerate(sequence.state_spans) if span is None]
         brought = set()
-        for index, group in sorted(wanted):
-            key, spans = in_group(keys[index], group), self.pool.allocate(1) if self._copies_left > 0 else None
+        for index, key, table, place in wanted:
+            spans = self.pool.allocate(1) if self._copies_left > 0 else None
             if spans is None or not self.host_cache.restore(key, spans[0]):
                 self.pool.release(spans or [], self._clock())
                 self._let_go(sequence)
                 break
             self._copies_left -= 1
             self.prefix_cache.enter(key, spans[0])  # it is read after the copy
-            sequence.spans[group][index] = spans[0]
+            table[place] = spans[0]
             brought.add(index)
-        sequence.restored += len(brought) * self._size
+        sequence.restored += len(brought - {length}) * self._size
         if len(sequence.spans) == 0 and self._copies_left > 0:  # the host cache has lost some
-            self._hold(sequence, self.prefix_cache.match(keys, self.groups))
+            found = self.prefix_cache.match(keys, self.groups)
+            self._hold(sequence, self.prefix_cache.match_state(keys, found, self.groups))
         return len(sequence.spans) > 0

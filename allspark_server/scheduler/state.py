@@ -114,6 +114,12 @@ class SchedulerState:
         oversized, self._oversized = self._oversized, []
         return oversized
 
+    def lose_cache(self) -> None:
+        """Forgets what the cache held, as it lost its content; no sequence may be running. The host cache stays."""
+        self._spans.forget_states()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
+
     def _advance(self, sequence: Sequence) -> None:
         """Processes newly computed positions: full spans enter the prefix cache, and spans that windows have passed
         become free.
@@ -185,6 +191,10 @@ class SchedulerState:
         """Takes a running sequence's slot and spans, and puts it back into the queue unless `state` is ENDED."""
         table, slot = self._slots, sequence.slot
         table.settle(sequence)
+        if sequence in self._prompts:
+            self._spans.note_departure(sequence, sequence.planned, sequence.planned)
+        else:
+            self._spans.note_departure(sequence, int(table.certain[slot]), int(table.longest[slot]) - 1)
         sequence.in_flight = int(table.pending[slot])
         table.epoch[slot] += 1
         self.active.remove(sequence)

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..cache import Copies, SpanGroups
-from ..runtime.plan import COPIES, NewSlot, WorkTable, encode_plan
+from ..cache import Copies, SpanGroups, StateCopies
+from ..runtime.plan import COPIES, STATES, NewSlot, WorkTable, encode_plan
 from .prompt_outputs import PromptOutputRows
 from .sequence import FinishReason, Sequence
 
@@ -20,7 +20,7 @@ class Limits:
     `max_chunk`: rows of one prompt. `draft_kind`: the plan's flag for the kind of drafts, 0 without speculation.
     `max_drafts`: drafts of one sequence. `masks`: masks of one step; twice as many exist, because the next step is
     planned while they are in use. `recompute_beyond`: a sequence that grows beyond this length is recomputed, because
-    LongRoPE then changes its frequencies; 0: never. `windows`: of each cache group, see SpanGroups.
+    LongRoPE then changes its frequencies; 0: never. `windows`: of each cache group, `state_spans`: see SpanGroups.
     """
 
     max_batch: int
@@ -32,11 +32,12 @@ class Limits:
     masks: int = 0
     recompute_beyond: int = 0
     windows: tuple[int, ...] = (0,)
+    state_spans: int = 0
 
     @property
     def groups(self) -> SpanGroups:
         """How many spans sequences need. A sliding window needs those of two prefill chunks in addition to its own."""
-        return SpanGroups(self.span_size, self.windows, 2 * self.max_chunk)
+        return SpanGroups(self.span_size, self.windows, 2 * self.max_chunk, self.state_spans)
 
 
 @dataclass
@@ -71,10 +72,11 @@ class Step:
     context: int  # positions before the rows, in all; an upper bound
     copies: Copies | None = None  # made before the rows are computed
     masked: list[Masked] = field(default_factory=list)
+    states: StateCopies | None = None  # made after `copies`
 
     def encode(self) -> bytes:
         """The wire form of the step plan."""
-        sections = [(COPIES, self.copies.words())] if self.copies is not None else ()
+        sections = [(kind, copies.words()) for kind, copies in ((COPIES, self.copies), (STATES, self.states)) if copies]
         return encode_plan(self.free, self.new, self.work, sections)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Copies
+from ..cache import Copies, StateCopies
 from ..runtime.plan import MAX_STEP_PROBES, SAMPLE, Flag, NewSlot, WorkTable
 from .sequence import Sequence
 from .slots import SlotTable
@@ -55,7 +55,8 @@ class StepBuilder:
         return count, flags
 
     def step(
-        self, free: list[int], slots: SlotTable, draft_kind: int, copies: Copies | None, masks: int
+        self, free: list[int], slots: SlotTable, draft_kind: int, copies: Copies | None, masks: int,
+        states: StateCopies | None,
     ) -> Step:
         """The planned step. `masks`: the first mask row that it may use."""
         n, chunks = len(self.slots), self.chunks
@@ -82,7 +83,7 @@ class StepBuilder:
         known, masked = self._mask(columns, sequences, sampling, slots, masks) if self.guided else ([], [])
         table = WorkTable(columns, np.array(known, np.int32), [np.array(each, np.int32) for each in spans])
         return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, sampling, self.admitted,
-                    self.rows, self.context, copies, masked)
+                    self.rows, self.context, copies, masked, states)
 
     def _mask(
         self, columns: np.ndarray, sequences: list[Sequence], sampling: np.ndarray, slots: SlotTable, row: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -41,6 +42,9 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
     expected = (part.stored_rows, weight.columns) if weight.is_matrix else (part.stored_rows,)
     if part.expert is not None:  # the tensor may hold any number of experts
         expected = (max(tensor.shape[:1] + (part.expert + 1,)), *expected)
+    if not weight.is_matrix and len(tensor.shape) > 1 and part.expert is None and (
+            math.prod(tensor.shape) == part.stored_rows):  # a convolution's weights
+        tensor = replace(tensor, shape=expected, data=None if tensor.data is None else tensor.values.reshape(-1))
     if tensor.shape != expected:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has shape "
                                                            f"{list(tensor.shape)}: expected {list(expected)}")

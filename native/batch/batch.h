@@ -53,13 +53,22 @@ struct Item {
   int first_sample() const { return output + outputs - 1 - drafts; }
 };
 
+// The states of recurrent layers advance at multiples of this many positions (docs/decisions/recurrent.md).
+constexpr int kStateStep = 64;
+// The position of the state after `positions` rows of known tokens.
+constexpr int state_position(int positions) { return positions / kStateStep * kStateStep; }
+
 struct Batch {
   std::vector<Row> rows;
   std::vector<Output> outputs;
   std::vector<Item> items;
+  // Copies of the slots' recurrent states to and from spans, made before the rows are computed; saves come first.
+  std::vector<StateCopy> saved_states, loaded_states;
   const std::vector<Slot>* slots = nullptr;
 
   const Slot& slot(int index) const { return (*slots)[index]; }
+  // Whether there is nothing to do.
+  bool empty() const { return rows.empty() && saved_states.empty() && loaded_states.empty(); }
 };
 
 // The results of a batch's outputs. Every rank has the tokens; only rank 0 has the rest.

@@ -21,7 +21,7 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   }
   if (draft_) draft_->draft(slots_);
   const Batch& batch = slots_.batch();
-  if (batch.rows.empty()) return output;
+  if (batch.empty()) return output;
   RunOutput result = runner_.run(batch, want_logits);
   const double copy_seconds = output.copy_seconds;
   output = output_of(batch, result, slots_.accept(batch, result.samples));

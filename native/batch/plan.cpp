@@ -6,8 +6,8 @@
 namespace as {
 namespace {
 
-constexpr int32_t kMagic = 0x41535032;  // "ASP2"
-constexpr int32_t kCopies = 3;          // a section's type
+constexpr int32_t kMagic = 0x41535032;       // "ASP2"
+constexpr int32_t kCopies = 3, kStates = 4;  // a section's type
 
 struct Reader {
   const int32_t* p;
@@ -42,6 +42,21 @@ void parse_copies(Reader in, Plan& plan) {
     std::memcpy(copy.key.data(), in.p, sizeof copy.key);
     in.p += 4;
     (i < saved ? plan.saved : plan.restored).push_back(copy);
+  }
+}
+
+// A section of copies of states: the number of saved ones and of the spans of each, then for each {slot, position,
+// spans}.
+void parse_states(Reader in, Plan& plan) {
+  const int32_t saved = in.count("saved states"), each = in.count("spans of a state");
+  const int64_t words = in.end - in.p;
+  if (words % (each + 2) || saved > words / (each + 2))
+    throw std::invalid_argument("step plan: copies of states are of " + std::to_string(each + 2) + " words each");
+  for (int32_t i = 0; in.p != in.end; i++) {
+    StateCopy copy;
+    copy.slot = in.next(), copy.position = in.next();
+    copy.spans = in.list(each);
+    (i < saved ? plan.saved_states : plan.loaded_states).push_back(std::move(copy));
   }
 }
 
@@ -84,10 +99,10 @@ Plan Plan::parse(const std::string& bytes, int groups) {
     for (int32_t i = 0; i < n_work; i++) plan.work[i].spans.push_back(in.list(n_spans[g][i]));
   for (int32_t i = 0; i < n_sections; i++) {
     const int32_t kind = in.next(), n_words = in.count("words of a section");
-    if (kind != kCopies)
+    if (kind != kCopies && kind != kStates)
       throw std::invalid_argument("step plan: a section of kind " + std::to_string(kind) +
                                   ", which this backend does not have");
-    parse_copies({in.p, in.p + n_words}, plan);
+    (kind == kCopies ? parse_copies : parse_states)({in.p, in.p + n_words}, plan);
     in.p += n_words;
   }
   if (in.p != in.end) throw std::invalid_argument("step plan: words left over at the end");

@@ -50,11 +50,19 @@ struct SpanCopy {
   SpanKey key;
 };
 
+// A copy of a slot's recurrent state at this position to spans, or from them.
+struct StateCopy {
+  int32_t slot, position;
+  std::vector<int32_t> spans;
+};
+
 struct Plan {
   std::vector<int32_t> free;
   std::vector<NewSequence> fresh;
   std::vector<Work> work;
-  std::vector<SpanCopy> saved, restored;  // copied before the rows are computed; saves come first
+  // Copied before the rows are computed, in this order.
+  std::vector<SpanCopy> saved, restored;
+  std::vector<StateCopy> saved_states, loaded_states;
 
   // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups.
   static Plan parse(const std::string& bytes, int groups);

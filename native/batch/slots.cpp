@@ -25,6 +25,29 @@ void Slots::check_copies(const Plan& plan) {
     }
 }
 
+void Slots::check_states(const Plan& plan) const {
+  for (const auto* copies : {&plan.saved_states, &plan.loaded_states})
+    for (const StateCopy& copy : *copies) {
+      const bool fits =
+          std::all_of(copy.spans.begin(), copy.spans.end(), [&](int32_t s) { return s >= 0 && s < limits_.num_spans; });
+      if (!fits || copy.slot < 0 || copy.slot >= limits_.max_slots || (int)copy.spans.size() < limits_.state_spans ||
+          !limits_.state_spans || copy.position <= 0 || copy.position % kStateStep)
+        throw std::invalid_argument("step plan: a copy of the state of slot " + std::to_string(copy.slot) +
+                                    " at position " + std::to_string(copy.position) + " and " +
+                                    std::to_string(copy.spans.size()) + " spans; the state takes " +
+                                    std::to_string(limits_.state_spans));
+    }
+  if (!limits_.state_spans) return;
+  for (const NewSequence& s : plan.fresh) {
+    const bool loads = std::any_of(plan.loaded_states.begin(), plan.loaded_states.end(), [&](const StateCopy& copy) {
+      return copy.slot == s.slot && copy.position == s.cached;
+    });
+    if (s.cached && !loads)
+      throw std::invalid_argument("step plan: slot " + std::to_string(s.slot) + " starts with " +
+                                  std::to_string(s.cached) + " cached positions but no recurrent state");
+  }
+}
+
 // A table may have kNoSpan for positions that no row of the item sees. Later rows do not see them either.
 void Slots::check_spans(const Work& work, Outlook& slot) const {
   for (int g = 0; g < groups(); g++) {
@@ -39,6 +62,7 @@ void Slots::check_spans(const Work& work, Outlook& slot) const {
 
 void Slots::check(const Plan& plan, bool has_draft_model) {
   check_copies(plan);
+  check_states(plan);
   auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
   outlook_.resize(limits_.max_slots);
   auto at = [&](int slot) -> Outlook& {
@@ -128,6 +152,7 @@ void Slots::begin(const Plan& plan) {
     slot.begun = (int)s.history.size();
     slot.first = slot.cached = slot.drafted = s.cached;
   }
+  batch_.saved_states = plan.saved_states, batch_.loaded_states = plan.loaded_states;
   pending_.clear();
   for (const Work& w : plan.work) {
     Slot& slot = slots_[w.slot];

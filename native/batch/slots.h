@@ -16,6 +16,7 @@ struct SlotLimits {
   bool hidden_states = false;  // whether the program outputs them
   int host_spans = 0;          // size of the second tier
   std::vector<char> adapters;  // of each adapter index: whether it is loaded
+  int state_spans = 0;         // spans that hold a slot's recurrent state; 0: the model has none
 };
 
 class Slots {
@@ -65,6 +66,7 @@ class Slots {
     std::vector<long> spans;
   };
   void check_copies(const Plan& plan);
+  void check_states(const Plan& plan) const;
   void check_spans(const Work& work, Outlook& slot) const;
 
   SlotLimits limits_;

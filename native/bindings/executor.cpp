@@ -88,6 +88,23 @@ Format float_format_of(const std::string& dtype) {
   return format;
 }
 
+void bind_slot_pages(py::module_& m) {
+  const auto pair = [](PageBytes bytes) {
+    return std::make_pair(SlotPages::rounded(bytes.state), SlotPages::rounded(bytes.recent));
+  };
+  m.def(
+      "gated_delta_bytes",
+      [pair](int key_heads, int group, int key_dim, int value_dim, int decays) {
+        const PageBytes head = gated_delta_bytes(group, key_dim, value_dim, decays);
+        return pair({key_heads * head.state, key_heads * head.recent});
+      },
+      py::arg("key_heads"), py::arg("group"), py::arg("key_dim"), py::arg("value_dim"), py::arg("decays"),
+      "Bytes of a sequence's state, and of its recent rows, in a gated_delta op. decays: of a row and value head.");
+  m.def(
+      "causal_conv_bytes", [pair](int channels, int taps) { return pair(causal_conv_bytes(channels, taps)); },
+      py::arg("channels"), py::arg("taps"), "The same of a causal_conv op.");
+}
+
 void bind_adapters(py::module_& m) {
   m.def(
       "lora_bytes",
@@ -270,6 +287,7 @@ void bind_unpacking(py::module_& m) {
 
 void bind_executor(py::module_& m) {
   bind_unpacking(m);
+  bind_slot_pages(m);
   bind_adapters(m);
   py::class_<StepResult>(m, "StepResult",
                          "A step's results. Arrays of tokens list the items that sample one after the other.")

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "common/bf16.h"
@@ -99,6 +100,31 @@ void SpanCache::allocate(std::vector<LayerCache> layers, int num_spans) {
   layers_ = std::move(layers);
   char* next = memory_.as();
   for (LayerCache& layer : layers_) layer.data = next, next += size(layer);
+}
+
+size_t SpanCache::span_bytes() const {
+  size_t bytes = 0;
+  for (const LayerCache& layer : layers_) bytes += layer.layout.bytes * layer.kv_heads;
+  return bytes;
+}
+
+void SpanCache::copy(const std::vector<int32_t>& spans, size_t begin, char* data, size_t bytes, bool to_spans) const {
+  const size_t each = span_bytes();
+  for (size_t at = begin; at < begin + bytes;) {
+    size_t within = at % each;
+    for (const LayerCache& layer : layers_) {
+      const size_t size = layer.layout.bytes * layer.kv_heads;
+      if (within >= size) {
+        within -= size;
+        continue;
+      }
+      const size_t count = std::min(size - within, begin + bytes - at);
+      char* place = layer.span(spans.at(at / each), 0) + within;
+      std::memcpy(to_spans ? place : data, to_spans ? data : place, count);
+      at += count, data += count;
+      break;
+    }
+  }
 }
 
 }  // namespace as

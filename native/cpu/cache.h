@@ -1,5 +1,6 @@
 // The keys and values of all layers, in spans (span_layout.h) of a sequence's positions.
 #pragma once
+#include <cstdint>
 #include <vector>
 
 #include "cpu/kernels/span_layout.h"
@@ -23,6 +24,9 @@ class SpanCache {
   void allocate(std::vector<LayerCache> layers, int num_spans);
   const LayerCache& layer(int index) const { return layers_.at(index); }
   int layers() const { return (int)layers_.size(); }
+  size_t span_bytes() const;
+  // Copies bytes [begin, begin + bytes) of these spans, one after the other with all their layers, to or from `data`.
+  void copy(const std::vector<int32_t>& spans, size_t begin, char* data, size_t bytes, bool to_spans) const;
   const Buffer& memory() const { return memory_; }
 
  private:

@@ -55,7 +55,8 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   masks,
                   runner_->hidden_states(),
                   0,
-                  std::vector<char>(adapters.count)};
+                  std::vector<char>(adapters.count),
+                  runner_->state_spans()};
   decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, nullptr, slot_limits_);
 }
 

@@ -279,8 +279,39 @@ void CpuRunner::allocate(const Needs& needs) {
   scratch_.lora = Buffer(needs.lora, "adapters' products");
 }
 
+int CpuRunner::state_spans() const {
+  size_t bytes = 0;
+  for (const auto& [op, pages] : slot_pages_) bytes += pages->state_bytes();
+  const size_t span = cache_.span_bytes();
+  return span ? (int)((bytes + span - 1) / span) : 0;
+}
+
+// Copies states to spans, then from spans to slots. Each thread copies the states of some of the ops.
+void CpuRunner::copy_states(const Batch& batch) {
+  std::vector<std::pair<SlotPages*, size_t>> parts;  // with the offset of their state
+  size_t bytes = 0;
+  for (const auto& [op, pages] : slot_pages_) parts.emplace_back(pages.get(), bytes), bytes += pages->state_bytes();
+  for (const StateCopy& copy : batch.saved_states)
+    for (const auto& [pages, offset] : parts) pages->check(copy.slot, copy.position);
+  core_.pool.run([&](int thread) {
+    const auto mine = part((int)parts.size(), thread, core_.pool.size());
+    for (const auto* copies : {&batch.saved_states, &batch.loaded_states}) {
+      for (const StateCopy& copy : *copies)
+        for (int i = mine.first; i < mine.second; i++) {
+          const auto& [pages, offset] = parts[i];
+          cache_.copy(copy.spans, offset, pages->state(copy.slot), pages->state_bytes(), copies == &batch.saved_states);
+        }
+      if (!core_.pool.barrier()) return;  // a state may be loaded from spans to which another one is saved
+    }
+  });
+  for (const StateCopy& copy : batch.loaded_states)
+    for (const auto& [pages, offset] : parts) pages->loaded(copy.slot, copy.position);
+}
+
 RunOutput CpuRunner::run(const Batch& batch, bool want_logits) {
+  if (!batch.saved_states.empty() || !batch.loaded_states.empty()) copy_states(batch);
   output_ = {};
+  if (batch.rows.empty()) return std::move(output_);
   output_.samples.resize(batch.outputs.size());
   const Form& form = adapters_ && adapters_->begin(batch) ? adapted_ : plain_;
   const bool heads = !form.heads || want_logits ||

@@ -44,6 +44,8 @@ class CpuRunner : public Runner {
   void set_profiling(bool on);  // true: resets the counters; false: keeps them
   const std::vector<Step>& steps() const { return steps_; }
   const SpanCache& cache() const { return cache_; }
+  // The spans that hold a slot's recurrent state; 0: the program has none, or no spans.
+  int state_spans() const;
   // Whether the program outputs hidden states.
   bool hidden_states() const { return plain_.heads > 0; }
 
@@ -67,6 +69,7 @@ class CpuRunner : public Runner {
   void check_experts() const;
   Tensor bound(const Form& form, size_t op, size_t part, int tensor, bool output) const;
   const Packed* converted_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
+  void copy_states(const Batch& batch);
   void record(Step& step, const Batch& batch, double seconds) const;
 
   const Core core_;

@@ -31,7 +31,8 @@ from support.units import GPUS
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases")
-SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES)
+RECURRENT = ("qwen3-next", "qwen3-5-moe")
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *RECURRENT)
 GROUP = f"client-{len(GPUS) or 2}"
 if GPUS:
     MODELS += ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")
@@ -167,7 +168,7 @@ def test_engine_and_group_of_one_rank(engine_of, model):
         assert run_together(client, name, OTHERS) == first_run(engine_of("engine"), model)
 
 
-# By default, each of FAMILIES goes through one of the tests above; -m slow runs them all.
+# By default, each of FAMILIES and RECURRENT goes through one of the tests above; -m slow runs them all.
 @pytest.mark.parametrize("name, where, check, fields", [
     ("glm4-moe", GROUP, test_everything_at_once, {}),
     ("minimax-m2", "engine", test_preemption, {}),
@@ -176,6 +177,10 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("ernie", "engine", test_prompt_in_chunks, {"chunk": 7}),
     ("hunyuan-biases", GROUP, test_in_a_batch_of_17_others, {}),
     ("ernie-moe", GROUP, test_prompt_in_chunks, {"chunk": 64}),
+    ("qwen3-next", GROUP, test_everything_at_once, {}),
+    ("qwen3-next", "engine", test_preemption, {}),
+    ("qwen3-5-moe", GROUP, test_prefix_cache, {}),
+    ("qwen3-5-moe", "engine", test_prompt_in_chunks, {"chunk": 7}),
 ])  # fmt: skip
 def test_one_property_of_each_family(engine_of, name, where, check, fields):
     check(engine_of(where), name, **fields)

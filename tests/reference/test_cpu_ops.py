@@ -12,6 +12,7 @@ import pytest
 
 from allspark_server import _native
 from allspark_server.models.ops import op_spec, op_specs
+from allspark_server.runtime.plan import STATES
 from reference.backend import StepResult, compile
 from reference.batch import Limits, Slots
 from reference.plan import GIVEN, LOOKUP, SAMPLE
@@ -403,8 +404,37 @@ def test_a_state_that_is_not_there_is_refused():
     prompt = prompts()[3]
     executor.step(plan([item(0, 33, spans=spans_for(33))], [start(0, prompt)]), True)
     executor.step(plan([], free=[0]), False)
-    with pytest.raises(ValueError, match="slot 0 has no recurrent state at position 16"):
+    with pytest.raises(ValueError, match="slot 0 starts with 16 cached positions but no recurrent state"):
         executor.step(plan([item(0, 17, spans=spans_for(33))], [start(0, prompt, cached=16)]), True)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_a_state_is_saved_and_loaded_with_its_bits(channels):
+    """Through spans of the cache to another slot: the next rows' logits are those of the sequence itself."""
+    executor, size = compiled(recurrent_model(9, channels), 2, long=True), 150
+    prompt = np.random.default_rng(SEED).integers(0, VOCAB, size).tolist()
+    own, state = spans_for(size), list(range(20, 220))
+    expected = executor.step(plan([item(0, size, SAMPLE, spans=own)], [start(0, prompt)]), True).logits
+    executor.step(plan([], free=[0], sections=[(STATES, [1, len(state), 0, 128, *state])]), False)
+    found = executor.step(plan([item(1, size - 128, SAMPLE, spans=own)], [start(1, prompt, cached=128)],
+                               sections=[(STATES, [0, len(state), 1, 128, *state])]), True).logits
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("words, problem", [
+    ([1, 1, 0, 128, 20], "a copy of the state of slot 0 at position 128 and 1 spans"),
+    ([1, 200, 0, 65, *range(20, 220)], "at position 65"),
+    ([1, 200, 9, 128, *range(20, 220)], "of slot 9"),
+    ([1, 200, 0, 128, *range(100, 300)], "the state takes"),
+    ([1, 200, 0, 64, *range(20, 220)], "slot 0 has its recurrent state at position 0, not 64"),
+    ([2, 200, 0, 64, *range(20, 220)], "copies of states are of 202 words each"),
+    ([1, 200, 0, 64], "invalid number of spans of a state: 200"),
+])
+def test_copies_of_states_that_cannot_be(words, problem):
+    executor = compiled(recurrent_model(9, False), 2, long=True)
+    executor.step(plan([item(0, 33, spans=spans_for(33))], [start(0, prompts()[3])]), True)
+    with pytest.raises(ValueError, match=problem):
+        executor.step(plan([], sections=[(STATES, words)]), False)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -208,6 +208,35 @@ DENSE = {
 }
 """Dense families whose networks are not Llama's, stored as float32."""
 
+_DELTA = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 20, "linear_value_head_dim": 12, "pad_token_id": 0}
+
+RECURRENT = {
+    # A dense layer, experts in slices of features on 2 and 3 ranks; two value heads to a key head.
+    "qwen3-next": Spec("qwen3_next", _sizes(72, 14, 2, 151, 5, head_dim=20, moe_intermediate_size=200, num_experts=10,
+                                            num_experts_per_tok=3, shared_expert_intermediate_size=131,
+                                            mlp_only_layers=[3], linear_num_key_heads=5, linear_num_value_heads=10,
+                                            **_DELTA) | _rope("default", 1e6, partial_rotary_factor=0.4)),
+    # Whole experts, key heads that serve one value head, biases, attention in every second layer.
+    "qwen3-next-plain": Spec("qwen3_next", _sizes(96, 6, 3, 131, 4, head_dim=16, moe_intermediate_size=37,
+                                                  num_experts=7, num_experts_per_tok=2, norm_topk_prob=False,
+                                                  shared_expert_intermediate_size=97, attention_bias=True,
+                                                  layer_types=["linear_attention", "full_attention"] * 2,
+                                                  tie_word_embeddings=True, linear_num_key_heads=4,
+                                                  linear_num_value_heads=4, **{**_DELTA, "linear_conv_kernel_dim": 3})
+                             | _rope("default", 1e4, partial_rotary_factor=0.5)),
+    "qwen3-5": Spec("qwen3_5_text", _sizes(72, 14, 2, 151, 4, head_dim=20, linear_num_key_heads=4,
+                                           linear_num_value_heads=12, **_DELTA)
+                    | _rope("default", 1e6, partial_rotary_factor=0.4, mrope_section=[2, 1, 1])),
+    "qwen3-5-moe": Spec("qwen3_5_moe_text", _sizes(90, 6, 6, 41, 3, head_dim=18, moe_intermediate_size=41,
+                                                   num_experts=5, num_experts_per_tok=5,
+                                                   shared_expert_intermediate_size=33, tie_word_embeddings=True,
+                                                   layer_types=["full_attention", "linear_attention",
+                                                                "linear_attention"],
+                                                   linear_num_key_heads=6, linear_num_value_heads=6, **_DELTA)
+                        | _rope("default", 1e5, partial_rotary_factor=1 / 3, mrope_section=[1, 1, 1])),
+}
+"""Layers with the gated delta rule beside attention, stored as float32."""
+
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
 
 _CLASSES = {
@@ -235,6 +264,9 @@ _CLASSES = {
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
 
 
@@ -248,7 +280,7 @@ def _root() -> Path:
 @functools.cache
 def checkpoint(name: str) -> Path:
     """The directory of a named checkpoint, which is written on first use and removed when the process ends."""
-    spec = (CONFIGS | DENSE | EXPERTS | GPT_OSS | STORED)[name]
+    spec = (CONFIGS | DENSE | EXPERTS | GPT_OSS | RECURRENT | STORED)[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
 
@@ -258,6 +290,7 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
     fields = {**spec.fields, "eos_token_id": 2, "bos_token_id": 1}
     model = model_class(config_class(**fields))
     gemma = spec.family.startswith("gemma")
+    offset = gemma or spec.family.startswith(("qwen3_next", "qwen3_5"))  # their norms are 1 + w
     generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
@@ -266,7 +299,9 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                normal(parameter, 0.2, 0.0 if gemma else 1.0)  # Gemma's are 1 + w
+                normal(parameter, 0.2, 0.0 if offset and "linear_attn" not in name else 1.0)
+            elif name.endswith("A_log"):
+                normal(parameter, 1.5, -2.0)
             elif name.endswith("e_score_correction_bias"):  # of probabilities; other families have a buffer, see below
                 normal(parameter, 0.05)
             elif name.endswith("bias"):

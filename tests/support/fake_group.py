@@ -17,7 +17,7 @@ import numpy as np
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
-from allspark_server.runtime.plan import COPIES, SAMPLE, Flag, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import COPIES, SAMPLE, STATES, Flag, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.profile import OpProfile, Profile, Roofline, summarize
 from allspark_server.runtime.steps import DEPTH
 
@@ -40,6 +40,7 @@ class _Slot:
     history: list[int]
     computed: int  # positions in the cache
     sample: int  # index among the request's samples
+    state: int = 0  # position of its recurrent state
     spans: list[list[int]] = field(default_factory=list)  # a table for each cache group
 
 
@@ -56,9 +57,10 @@ class FakeExecutor:
     """Follows plans as the native executor does.
 
     Its "cache" records which ids each position of a span holds, and for which cache group, so that a wrong or
-    overwritten span is noticed. `windows` are the sliding windows of the cache groups, 0 for full attention.
-    `drafts(history, limit)` plays the draft model. A negative token stands for logits that are not finite. With
-    `samples_differ` each sample of a request gets tokens of its own.
+    overwritten span is noticed. `windows` are the sliding windows of the cache groups, 0 for full attention. With
+    `state_spans`, slots have a recurrent state, whose content is the ids before its position. `drafts(history,
+    limit)` plays the draft model. A negative token stands for logits that are not finite. With `samples_differ`
+    each sample of a request gets tokens of its own.
     """
 
     def __init__(
@@ -72,8 +74,9 @@ class FakeExecutor:
         drafts: Callable[[list[int], int], list[int]] = lookup,
         samples_differ: bool = False,
         windows: tuple[int, ...] = (0,),
+        state_spans: int = 0,
     ):
-        self.windows = windows
+        self.windows, self.state_spans = windows, state_spans
         self.span_size, self.max_batch, self.max_step_tokens = span_size, max_batch, max_step_tokens
         self.num_spans, self.max_length = num_spans, max_length
         self.token, self.drafts, self.samples_differ = token, drafts, samples_differ
@@ -88,16 +91,23 @@ class FakeExecutor:
         plan = StepPlan.decode(data)
         self.plans.append(plan)
         assert (plan.rows > 0 or plan.sections) and plan.rows <= self.max_step_tokens
+        loads: dict[int, tuple[int, list[int]]] = {}
+        assert [kind for kind, _ in plan.sections] in ([], [COPIES], [STATES], [COPIES, STATES])
         for kind, words in plan.sections:
-            assert kind == COPIES
-            self._copy(words)
+            if kind == COPIES:
+                self._copy(words)
+            else:
+                loads = self._copy_states(words)
         for slot in plan.free:
             del self.slots[slot]
         for new in plan.new:
             assert 0 <= new.slot < self.max_batch and new.slot not in self.slots
             assert new.cached % self.span_size == 0 and 0 <= new.cached < len(new.history), "a prefix hit is full spans"
             sample = SamplingParams.decode(new.sampling, 0)[0].sample_index if self.samples_differ else 0
-            self.slots[new.slot] = _Slot(list(new.history), new.cached, sample, [[] for _ in self.windows])
+            self.slots[new.slot] = _Slot(list(new.history), new.cached, sample, 0, [[] for _ in self.windows])
+            if self.state_spans and new.cached:
+                self._load_state(new.slot, *loads.pop(new.slot))
+        assert not loads
         assert len({item.slot for item in plan.work}) == len(plan.work)
         tried, drawn, drafted = self.drafted, [], []
         for item in plan.work:
@@ -118,6 +128,27 @@ class FakeExecutor:
             assert self.host[host][0] == key
             self.cache[span] = list(self.host[host][1])
 
+    def _copy_states(self, words: list[int]) -> dict[int, tuple[int, list[int]]]:
+        """Saves states to spans. Returns the loads: position and spans by slot."""
+        saved, each = words[:2]
+        assert each == self.state_spans
+        copies = [words[i:i + 2 + each] for i in range(2, len(words), 2 + each)]
+        targets = [span for _, _, *spans in copies[:saved] for span in spans]
+        assert len(set(targets)) == len(targets)
+        for slot, position, *spans in copies[:saved]:
+            held = self.slots[slot]
+            assert position == held.state > 0, "the slot's state is at another position"
+            for part, span in enumerate(spans):
+                self.cache[span] = [(-1 - part, tuple(held.history[:position]))] * self.span_size
+        return {slot: (position, spans) for slot, position, *spans in copies[saved:]}
+
+    def _load_state(self, index: int, position: int, spans: list[int]) -> None:
+        slot = self.slots[index]
+        assert position == slot.computed
+        for part, span in enumerate(spans):
+            assert self.cache[span][0] == (-1 - part, tuple(slot.history[:position])), "the spans hold another state"
+        slot.state = position
+
     def _work(self, item: WorkItem) -> list[int]:
         """The tokens that an item samples."""
         slot, size, given = self.slots[item.slot], self.span_size, bool(item.flags & Flag.GIVEN)
@@ -131,7 +162,7 @@ class FakeExecutor:
         assert all(end + item.drafts <= len(table) * size for table in slot.spans)
         for position in range(begin, end):
             self._write(slot, position, slot.history[position])
-        slot.computed = end
+        slot.computed, slot.state = end, end // 64 * 64
         seen = [max(0, begin + 1 - window) if window else 0 for window in self.windows]
         now = [span for table, first in zip(slot.spans, seen) for span in table[first // size:]]
         assert all(0 <= span < self.num_spans for span in now) and len(set(now)) == len(now)

@@ -22,21 +22,22 @@ class Rig:
 
     `depth` steps are planned before the oldest one's results are known, that one included. `executor` are arguments of
     FakeExecutor, `host_spans` the size of the host cache, and `windows` the cache groups' sliding windows, 0 for full
-    attention.
+    attention. `state_spans`: those of a recurrent state, 0 for none.
     """
 
     def __init__(self, num_spans=64, span_size=4, max_batch=4, max_step_tokens=64, max_chunk=64, prefix=True, depth=1,
-                 draft_kind=0, executor=None, host_spans=0, lasting=False, windows=(0,), **cache):
+                 draft_kind=0, executor=None, host_spans=0, lasting=False, windows=(0,), state_spans=0, **cache):
         self.clock = Clock()
         self.pool = SpanPool(num_spans)
         self.host_cache = HostCache(host_spans, span_size, lasting=lasting) if host_spans and prefix else None
         keys = SpanKeys(span_size)
         self.prefix = PrefixCache(self.pool, keys, clock=self.clock, host_cache=self.host_cache,
                                   **cache) if prefix else None
-        limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind, windows=windows)
+        limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind, windows=windows,
+                        state_spans=state_spans)
         self.scheduler = Scheduler(limits, self.pool, self.prefix, clock=self.clock)
         self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, windows=windows,
-                                     **(executor or {}))
+                                     state_spans=state_spans, **(executor or {}))
         self.depth, self.running = depth, deque()
         self.finished: dict[Sequence, FinishReason] = {}
         self.output: dict[Sequence, list[int]] = {}

@@ -2,10 +2,10 @@
 // positions; each row sees the state at the last multiple and the rows since. So a row's sums are the same whether its
 // chunk is computed at once or row by row.
 //
-// A slot's page has, for each key head: how far the state has advanced, the state of each of its value heads
-// [key dim, value dim], and a ring of the rows of two chunks by position: the normalized key, and for each value head
-// the decay since the chunk's begin and the solved delta. A second chunk has rows before the state has advanced to it
-// only if drafts reach beyond a multiple: then these rows see a temporary state.
+// A slot's page has, for each key head, the state of each of its value heads [key dim, value dim], and a ring of the
+// rows of two chunks by position: the normalized key, and for each value head the decay since the chunk's begin and the
+// solved delta. A second chunk has rows before the state has advanced to it only if drafts reach beyond a multiple:
+// then these rows see a temporary state.
 #include <cmath>
 #include <cstring>
 
@@ -15,7 +15,7 @@
 namespace as {
 namespace {
 
-constexpr int kChunk = 64, kRing = 2 * kChunk;
+constexpr int kChunk = kStateStep, kRing = 2 * kChunk;
 static_assert(kMostDrafts <= kChunk);
 constexpr double kLengthEps = 1e-6;  // added to the squared length of query and key heads
 
@@ -34,7 +34,8 @@ class GatedDelta : public BoundOp {
         channels_(b.parts[0].op.flag("channels")),
         decays_(channels_ ? key_ : 1),
         dt_bias_(b.parts[0].vector(1)),
-        pages_(b.slot_pages(key_heads_ * bytes())) {
+        bytes_(gated_delta_bytes(group_, key_, value_, decays_)),
+        pages_(b.slot_pages({key_heads_ * bytes_.state, key_heads_ * bytes_.recent})) {
     for (int h = 0; h < heads_; h++) rates_.push_back(-exact::exp(b.parts[0].vector()[h]));
     for (int i = 0; i < core_.pool.size(); i++) own_.emplace_back(*this);
   }
@@ -65,48 +66,39 @@ class GatedDelta : public BoundOp {
 
   // A key head's part of a page.
   struct Page {
-    int64_t* advanced;  // position of the state
-    double* totals;     // [value heads of the key head, ring, decays]
-    float *state, *keys, *deltas;
+    float* state;
+    double* totals;  // [value heads of the key head, ring, decays]
+    float *keys, *deltas;
   };
 
-  size_t bytes() const {
-    const size_t numbers = (size_t)group_ * key_ * value_ + (size_t)kRing * (key_ + group_ * value_);
-    const size_t all = sizeof(int64_t) + sizeof(double) * kRing * group_ * decays_ + sizeof(float) * numbers;
-    return (all + 63) / 64 * 64;
-  }
-
   Page page(int slot, int key_head) const {
-    char* at = pages_.page(slot) + bytes() * key_head;
     Page p{};
-    p.advanced = reinterpret_cast<int64_t*>(at);
-    p.totals = reinterpret_cast<double*>(p.advanced + 1);
-    p.state = reinterpret_cast<float*>(p.totals + (size_t)kRing * group_ * decays_);
-    p.keys = p.state + (size_t)group_ * key_ * value_;
+    p.state = reinterpret_cast<float*>(pages_.state(slot) + bytes_.state * key_head);
+    p.totals = reinterpret_cast<double*>(pages_.recent(slot) + bytes_.recent * key_head);
+    p.keys = reinterpret_cast<float*>(p.totals + (size_t)kRing * group_ * decays_);
     p.deltas = p.keys + (size_t)kRing * key_;
     return p;
   }
 
   void compute(const Item& item, int key_head, Own& own) {
     const Page p = page(item.slot, key_head);
-    if (item.start == 0) *p.advanced = 0, std::fill_n(p.state, own.state.size(), 0.0f);
-    const int end = item.start + item.count, accepted = end - item.drafts;
+    if (item.start == 0) std::fill_n(p.state, own.state.size(), 0.0f);
+    const int end = item.start + item.count, kept = state_position(end - item.drafts);
     float* state = p.state;
-    int64_t at = *p.advanced;  // position of `state`
+    int at = pages_.position(item.slot);  // position of `state`
     for (int position = item.start; position < end;) {
-      for (const int begin = position / kChunk * kChunk; at < begin; at += kChunk) {
-        if (at + kChunk <= accepted) {
-          *p.advanced = at + kChunk;
-        } else {  // drafts beyond a multiple
+      for (const int begin = state_position(position); at < begin; at += kChunk) {
+        if (at == kept) {  // drafts beyond a multiple
           std::copy_n(state, own.state.size(), own.state.data());
           state = own.state.data();
         }
-        advance(p, (int)at, state, own);
+        advance(p, at, state, own);
       }
-      const int rows = std::min(end, (int)at + kChunk) - position;
-      chunk(p, (int)at, position - (int)at, rows, state, item.row + position - item.start, key_head, own);
+      const int rows = std::min(end, at + kChunk) - position;
+      chunk(p, at, position - at, rows, state, item.row + position - item.start, key_head, own);
       position += rows;
     }
+    for (; at < kept; at += kChunk) advance(p, at, p.state, own);
   }
 
   // Rows [first, first + count) of the chunk that begins at position `at`; `row` is the first one's row of the step.
@@ -214,12 +206,18 @@ class GatedDelta : public BoundOp {
   const bool channels_;
   const int decays_;  // of a row and head
   const float* dt_bias_;
+  const PageBytes bytes_;  // of a key head
   SlotPages& pages_;
   std::vector<double> rates_;
   std::vector<Own> own_;
 };
 
 }  // namespace
+
+PageBytes gated_delta_bytes(int group, int key_dim, int value_dim, int decays) {
+  const size_t row = sizeof(double) * group * decays + sizeof(float) * ((size_t)key_dim + (size_t)group * value_dim);
+  return {SlotPages::rounded(sizeof(float) * group * key_dim * value_dim), SlotPages::rounded(kRing * row)};
+}
 
 const RegisterCpuOp kGatedDelta({{Op::gated_delta}}, bind_op<GatedDelta>);
 

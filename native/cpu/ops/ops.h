@@ -29,6 +29,7 @@ struct RunnerLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
 };
 
+// In the order of the program's ops.
 using SlotPagesOf = std::map<const OpNode*, std::unique_ptr<SlotPages>>;
 
 // One of the ops that are fused.
@@ -66,8 +67,8 @@ struct Binding {
   SlotPagesOf* slot_pages_of = nullptr;                    // those that forms of the program have bound
   bool feeds_sum = false;  // for add: the next op that reads its sum is a sum over ranks that adds to it
 
-  // Pages of `bytes` for each slot, which the op has in every form of the program.
-  SlotPages& slot_pages(size_t bytes) const {
+  // A page for each slot, which the op has in every form of the program.
+  SlotPages& slot_pages(PageBytes bytes) const {
     std::unique_ptr<SlotPages>& pages = (*slot_pages_of)[&parts[0].op];
     if (!pages) pages = std::make_unique<SlotPages>(limits.max_slots, bytes, "the state of recurrent layers");
     return *pages;
