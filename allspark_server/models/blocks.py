@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from allspark_server.models.graph import Graph, Part, Tensor, Weight
+from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
 from allspark_server.models.network import ExpertConfig, ModelConfig
 from allspark_server.models.rotary import rotary_of
 from allspark_server.weights.shard import Split
@@ -30,6 +31,15 @@ def qkv_projection(graph: Graph, x: Tensor, prefix: str, *, bias: bool) -> Tenso
     weight, added = graph.packed(prefix, ("q_proj", "k_proj", "v_proj"),
                                  (graph.q_heads, graph.kv_heads, graph.kv_heads), graph.config.hidden_size, bias)
     return graph.linear(x, weight, added, out="qkv")
+
+
+def linear_of_parts(graph: Graph, x: Tensor, name: str, parts: tuple[Part, ...], blocks: tuple[Block, ...], out: str,
+                    bias: bool = False) -> Tensor:
+    """A linear layer with rows of several tensors NAME.weight (and NAME.bias)."""
+    weight = graph.weight(Weight(f"{name}.weight", parts, graph.config.hidden_size))
+    biases = tuple(replace(part, tensor=part.tensor.removesuffix("weight") + "bias") for part in parts)
+    added = graph.weight(Weight(f"{name}.bias", biases)) if bias else None
+    return graph.op("linear", x, weights=(weight, added), out=out, blocks=blocks)
 
 
 def sliced_qkv(graph: Graph, x: Tensor, name: str, *, bias: bool = False) -> Tensor:

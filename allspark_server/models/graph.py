@@ -206,7 +206,7 @@ class Graph:
         self.row_sets: dict[str, RowSet] = {}
         #: groups of full attention come first
         self.cache_groups, self._places = place_layers(config.windows, config.num_layers,
-                                                       config.delta.layers if config.delta else ())
+                                                       config.state_layers)
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property
@@ -509,6 +509,10 @@ class Graph:
         """`x = cap * tanh(x / cap)`."""
         return self.op("soft_cap", x, cap=cap)
 
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        """`x *= y`, value by value."""
+        return self.op("multiply", x, y)
+
     def sigmoid_gate(self, y: Tensor, gate: Tensor) -> Tensor:
         """`y *= sigmoid(gate)` with a gate for each value."""
         return self.op("sigmoid_gate", y, gate)
@@ -518,17 +522,21 @@ class Graph:
         return self.op("sigmoid_mul", y, gate)
 
     # -- layers with a state -------------------------------------------------------------------------------------------
-    def causal_conv(self, x: Tensor, name: str, taps: int, out: str = "convolved") -> Tensor:
-        """SiLU of each channel's weighted sum over its last `taps` rows, with the checkpoint's weights `name`, of shape
-        [channels, 1, taps].
+    def causal_conv(self, x: Tensor, prefix: str, taps: int, *, bias: bool = False, activated: bool = True,
+                    out: str = "convolved") -> Tensor:
+        """Each channel's weighted sum over its last `taps` rows, then SiLU if `activated`. The checkpoint has
+        `prefix`.weight, of shape [channels, 1, taps], and `prefix`.bias if there is a bias.
         """
-        parts, first, of = [], 0, taps * sum(block.width for block in x.blocks)
-        for block in x.blocks:
-            split = block.split and replace(block.split, size=taps * block.split.size)
-            parts.append(Part(name, taps * block.width, split, first, of))
-            first += taps * block.width
-        return self.op("causal_conv", x, weights=(self.weight(Weight(name, tuple(parts))),), out=out, taps=taps,
-                       activated=1)
+        def vector(name: str, values: int) -> Weight:
+            parts, first, of = [], 0, values * sum(block.width for block in x.blocks)
+            for block in x.blocks:
+                split = block.split and replace(block.split, size=values * block.split.size)
+                parts.append(Part(name, values * block.width, split, first, of))
+                first += values * block.width
+            return self.weight(Weight(name, tuple(parts)))
+
+        weights = (vector(f"{prefix}.weight", taps), vector(f"{prefix}.bias", 1) if bias else None)
+        return self.op("causal_conv", x, weights=weights, out=out, taps=taps, activated=int(activated))
 
     def gated_delta(self, x: Tensor, gates: Tensor, prefix: str, key_dim: int, value_dim: int,
                     out: str = "recalled") -> Tensor:

@@ -57,7 +57,8 @@ class ExpertConfig:
     normalized: the weights of a token's experts are scaled to a sum of 1. shared_size: intermediate size of the expert
     that computes every token, 0 for none. dense_layers: layers without experts. stacked: a tensor of the checkpoint
     holds all experts of a layer, as in transformers 5; otherwise each expert has its own tensors. scores, scale,
-    groups, top_groups: attributes of the router in the table of ops.
+    groups, top_groups: attributes of the router in the table of ops. corrected: the router has a
+    correction of its scores; read where this is a choice.
     """
 
     count: int
@@ -67,6 +68,7 @@ class ExpertConfig:
     shared_size: int = 0
     dense_layers: tuple[int, ...] = ()
     stacked: bool = False
+    corrected: bool = _in_graph(True)
     scores: str = _in_graph("softmax")
     scale: float = _in_graph(1.0)
     groups: int = _in_graph(1)
@@ -95,6 +97,17 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class ConvConfig:
+    """Layers with a short convolution in place of attention, by their numbers. taps: rows of the convolution. bias: the
+    layer's matrices and the convolution have biases.
+    """
+
+    layers: tuple[int, ...]
+    taps: int
+    bias: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The description of a network from which a model file builds the graph.
 
@@ -109,7 +122,8 @@ class ModelConfig:
     output_bias: attention's output projection has a bias; read where this is a choice of its own.
     head_norms: query and key heads are normalized; read where this is a choice.
     residual_scale, logit_scale: factors of what a layer adds to the residual stream, and of the logits.
-    delta: layers with the gated delta rule, which have a state and no spans; None if there are none.
+    delta, conv: layers with the gated delta rule, and with short convolutions, which have a state and no spans; None if
+    there are none.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     """
@@ -146,6 +160,12 @@ class ModelConfig:
     residual_scale: float = _in_graph(1.0)
     logit_scale: float = _in_graph(1.0)
     delta: DeltaConfig | None = _in_graph(None)
+    conv: ConvConfig | None = _in_graph(None)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that have a state and no spans."""
+        return tuple(layer for kind in (self.delta, self.conv) if kind for layer in kind.layers)
 
     def window(self, layer: int) -> int:
         """The layer's sliding window in positions; 0 for full attention."""

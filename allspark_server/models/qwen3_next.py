@@ -4,7 +4,6 @@ attention with a gate. Norms multiply by 1 + w. With experts, each layer has a s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from allspark_server.models.architecture import Architecture, translated
@@ -13,12 +12,13 @@ from allspark_server.models.blocks import (
     finish,
     gated_mlp,
     gated_shared_expert,
+    linear_of_parts,
     output_projection,
     routed_experts,
 )
 from allspark_server.models.expert_fields import qwen_experts
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
+from allspark_server.models.graph import Block, Graph, Part, Tensor
 from allspark_server.models.network import DeltaConfig, ExpertConfig, ModelConfig
 from allspark_server.weights.shard import Split
 
@@ -30,23 +30,14 @@ def _of_each_head(name: str, heads: int, sizes: tuple[int, ...], index: int) -> 
                  for head in range(heads))
 
 
-def _linear(graph: Graph, x: Tensor, name: str, parts: tuple[Part, ...], blocks: tuple[Block, ...], out: str,
-            bias: bool = False) -> Tensor:
-    """A linear layer with rows of several tensors NAME.weight (and NAME.bias)."""
-    weight = graph.weight(Weight(f"{name}.weight", parts, graph.config.hidden_size))
-    biases = tuple(replace(part, tensor=part.tensor.removesuffix("weight") + "bias") for part in parts)
-    added = graph.weight(Weight(f"{name}.bias", biases)) if bias else None
-    return graph.op("linear", x, weights=(weight, added), out=out, blocks=blocks)
-
-
 def _attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tensor:
     config = graph.config
     queries, keys, bias = Block(graph.q_heads.width, graph.q_heads), graph.kv_heads, config.attention_bias
     q = [_of_each_head(f"{prefix}.q_proj.weight", config.num_heads, (config.head_dim,) * 2, i) for i in (0, 1)]
     kv = tuple(Part(f"{prefix}.{name}.weight", keys.width, keys) for name in ("k_proj", "v_proj"))
-    qkv = _linear(graph, x, f"{prefix}.q_proj+k_proj+v_proj", q[0] + kv, (queries,) + 2 * (Block(keys.width, keys),),
-                  "qkv", bias)
-    gate = _linear(graph, x, f"{prefix}.gate", q[1], (queries,), "attention_gate", bias)
+    qkv = linear_of_parts(graph, x, f"{prefix}.q_proj+k_proj+v_proj", q[0] + kv,
+                          (queries,) + 2 * (Block(keys.width, keys),), "qkv", bias)
+    gate = linear_of_parts(graph, x, f"{prefix}.gate", q[1], (queries,), "attention_gate", bias)
     graph.head_norm(qkv, 0, f"{prefix}.q_norm.weight", unit_offset=1)
     graph.head_norm(qkv, 1, f"{prefix}.k_norm.weight", unit_offset=1)
     attended = graph.sigmoid_gate(graph.span_attention(graph.rope(qkv), layer), gate)
@@ -65,16 +56,17 @@ def _delta(graph: Graph, x: Tensor, prefix: str, delta: DeltaConfig, interleaved
         rows = [_of_each_head(f"{prefix}.in_proj_qkvz.weight", delta.key_heads, sizes, i) for i in range(4)]
         gates = [_of_each_head(f"{prefix}.in_proj_ba.weight", delta.key_heads, (delta.group,) * 2, i) for i in (1, 0)]
         blocks = tuple(Block(split.width, split) for split in splits)
-        qkv = _linear(graph, x, f"{prefix}.qkv", rows[0] + rows[1] + rows[2], blocks, "qkv_of_state")
-        z = _linear(graph, x, f"{prefix}.z", rows[3], (Block(values.width, values),), "output_gate")
-        ab = _linear(graph, x, f"{prefix}.a+b", gates[0] + gates[1], 2 * (Block(heads.width, heads),), "state_gates")
+        qkv = linear_of_parts(graph, x, f"{prefix}.qkv", rows[0] + rows[1] + rows[2], blocks, "qkv_of_state")
+        z = linear_of_parts(graph, x, f"{prefix}.z", rows[3], (Block(values.width, values),), "output_gate")
+        ab = linear_of_parts(graph, x, f"{prefix}.a+b", gates[0] + gates[1], 2 * (Block(heads.width, heads),),
+                             "state_gates")
     else:
         qkv = graph.linear(x, graph.sliced(f"{prefix}.in_proj_qkv", splits, hidden, False)[0], None, "qkv_of_state")
         z = graph.linear(x, graph.matrix(f"{prefix}.in_proj_z.weight", values.width, hidden, row_split=values), None,
                          "output_gate")
         both = graph.packed(prefix, ("in_proj_a", "in_proj_b"), (heads, heads), hidden, False)[0]
         ab = graph.linear(x, both, None, "state_gates")
-    mixed = graph.causal_conv(qkv, f"{prefix}.conv1d.weight", delta.taps)
+    mixed = graph.causal_conv(qkv, f"{prefix}.conv1d", delta.taps)
     y = graph.gated_delta(mixed, ab, prefix, delta.key_dim, delta.value_dim)
     y = graph.gated_rms_norm(y, z, f"{prefix}.norm.weight", delta.value_dim)
     return graph.row_parallel_linear(y, f"{prefix}.out_proj", values, False, out="branch")

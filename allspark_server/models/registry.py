@@ -13,6 +13,7 @@ from allspark_server.models import (
     gpt_oss,
     granite,
     hunyuan,
+    lfm2,
     llama,
     minimax,
     mixtral,
@@ -30,7 +31,7 @@ from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, mixtral, gpt_oss, phi3, glm, glm4_moe, minimax,
+FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, mixtral, gpt_oss, phi3, glm, glm4_moe, minimax,
             gemma, olmo2, seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
 
 ARCHITECTURES: dict[str, Architecture] = {

@@ -249,6 +249,7 @@ def _recurrent(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
         e.add_op("gated_rms_norm", [out, gate], [], [vector(HEAD_DIM, 1)],
                  {"eps": 1e-4, "head_dim": HEAD_DIM, "gate": "sigmoid" if channels else "silu"})
         e.add_op("sigmoid_gate", [out, gate], [], [], {})
+        e.add_op("multiply", [out, gate], [], [], {})
         e.add_op("linear", [out], [y], [matrix(HIDDEN, width)], {})
         e.add_op("add", [x, y], [x], [], {})
     e.add_op("select_rows", [x], [last], [], {})

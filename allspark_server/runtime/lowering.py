@@ -13,8 +13,10 @@ from allspark_server.runtime.native import native_library
 def check_ranks(graph: Graph, world: int) -> None:
     """Raises AllSparkError if the model has fewer than `world` units of something that is divided among ranks."""
     wanted = [("query heads", graph.config.num_heads), ("units of its vocabulary", graph.vocab.units)]
-    splits = [graph.tensors[op.inputs[0]].blocks[0].split for op in graph.ops if op.type == "gated_delta"]
-    wanted += [("key heads of layers with a state", split.units if split else 1) for split in splits]
+    kinds = {"gated_delta": "key heads of layers with a state", "causal_conv": "units of channels of a convolution"}
+    splits = [(name, graph.tensors[op.inputs[0]].blocks[0].split) for kind, name in kinds.items() for op in graph.ops
+              if op.type == kind]
+    wanted += [(name, split.units if split else 1) for name, split in splits]
     weights = list(graph.weights.values())
     wanted += [("units of intermediate features", weight.column_split.units) for weight in weights
                if weight.column_split is not None and weight.column_split.divides(world)]

@@ -185,7 +185,7 @@ class RankModel:
 def check_draft(draft: RankModel, model: RankModel) -> None:
     """Raises AllSparkError if `draft` cannot make drafts for `model`."""
     wanted, found = model.graph.config, draft.graph.config
-    if any(op.type == "gated_delta" for op in draft.graph.ops):
+    if found.state_layers:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"draft_model={model.config.draft_model!r} is a {found.architecture}, whose layers with a "
                             "state cannot follow drafts that are rejected; use a model with attention in all layers")

@@ -74,6 +74,8 @@ OP(gelu_tanh_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, 
 OP(clamped_silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {number("alpha"), number("limit")},
    check_gated, each_value<9>)
 OP(add, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
+// Products of the values of two tensors.
+OP(multiply, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
 OP(scale, kOne, kOne, kNone, true, RowRule::as_input, {number("factor")}, check_nothing, each_value<1>)
 // cap * tanh(x / cap)
 OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},

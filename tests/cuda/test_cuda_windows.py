@@ -128,6 +128,16 @@ def test_gates_of_gelu_and_soft_caps(width):
     compare(own)
 
 
+@pytest.mark.parametrize("width", [1, 7, 31, 96, 257])
+def test_products_of_values(width):
+    from support.gpu_toys import compare
+
+    own = Toy(SEED)
+    x = own.embedding(VOCAB, width, 4 * own.rng.normal(size=(VOCAB, width)))
+    own.finish(own.op("multiply", (x, own.op("linear", (x,), width, (own.matrix(width, width),)))))
+    compare(own)
+
+
 @pytest.mark.parametrize("q_heads, kv_heads, dim", [(1, 1, 2), (6, 2, 24), (40, 8, 128)])
 def test_norms_of_all_queries_and_of_all_keys(q_heads, kv_heads, dim):
     from support.gpu_toys import compare

@@ -31,7 +31,7 @@ from support.units import GPUS
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases")
-RECURRENT = ("qwen3-next", "qwen3-5-moe")
+RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *RECURRENT)
 GROUP = f"client-{len(GPUS) or 2}"
 if GPUS:
@@ -181,6 +181,7 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("qwen3-next", "engine", test_preemption, {}),
     ("qwen3-5-moe", GROUP, test_prefix_cache, {}),
     ("qwen3-5-moe", "engine", test_prompt_in_chunks, {"chunk": 7}),
+    ("lfm2-moe", GROUP, test_prefix_cache, {}),
 ])  # fmt: skip
 def test_one_property_of_each_family(engine_of, name, where, check, fields):
     check(engine_of(where), name, **fields)

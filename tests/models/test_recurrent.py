@@ -1,4 +1,4 @@
-"""Families with the gated delta rule (Qwen3-Next, Qwen3.5 and 3.6) against transformers, and their properties: the same
+"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2) against transformers, and their properties: the same
 bits in every batch and however a history is cut, checkpoints of states in the prefix cache and its host tier.
 
 By default only a part runs; -m "slow or not slow" runs all.
@@ -284,7 +284,22 @@ def test_states_come_back_from_the_host_tier(lasting, engine_of, plain, tmp_path
     ({"shared_expert_intermediate_size": None}, "'shared_expert_intermediate_size'.* is missing"),
 ])
 def test_configurations_that_are_refused(change, problem, tmp_path):
-    values = json.loads((checkpoint("qwen3-next") / "config.json").read_text())
+    refused("qwen3-next", change, problem, tmp_path)
+
+
+@pytest.mark.parametrize("change, problem", [
+    ({"layer_types": ["conv"] * 4}, "'layer_types'.* must hold conv or full_attention, which at least one layer has"),
+    ({"layer_types": ["sliding_attention"] * 4}, "'layer_types'.* must hold conv or full_attention"),
+    ({"conv_L_cache": 65}, "'conv_L_cache'.* is 65: it must be positive and at most 64"),
+    ({"block_multiple_of": 0}, "'block_multiple_of'.* is 0: it must be positive"),
+    ({"norm_eps": "small"}, "'norm_eps'.* is 'small': expected float"),
+])
+def test_configurations_of_lfm2_that_are_refused(change, problem, tmp_path):
+    refused("lfm2", change, problem, tmp_path)
+
+
+def refused(name, change, problem, tmp_path):
+    values = json.loads((checkpoint(name) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, **change}))
     with pytest.raises(AllSparkError, match=problem):
         read_config(tmp_path)

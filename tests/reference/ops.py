@@ -85,6 +85,11 @@ def sigmoid_gate(rank, op, x, w):
     return recurrent.output_gate(*x)
 
 
+@op
+def multiply(rank, op, x, w):
+    return x[0] * x[1]
+
+
 # -- positions ---------------------------------------------------------------------------------------------------------
 def _grown(attrs, length):
     """Frequencies of a dynamic table for a length beyond original_max, in single precision as in transformers."""

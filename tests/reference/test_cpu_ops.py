@@ -316,10 +316,11 @@ def test_gated_rms_norm(heads, dim, gate):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_sigmoid_gate(width):
+@pytest.mark.parametrize("gate", ["sigmoid_gate", "multiply"])
+def test_gates_of_each_value(gate, width):
     own = toy()
     x = own.embedding(VOCAB, width, 20 * own.rng.normal(size=(VOCAB, width)))
-    own.finish(own.op("sigmoid_gate", (x, own.op("linear", (x,), width, (own.matrix(width, width),)))))
+    own.finish(own.op(gate, (x, own.op("linear", (x,), width, (own.matrix(width, width),)))))
     compare(own)
 
 

@@ -234,8 +234,25 @@ RECURRENT = {
                                                                 "linear_attention"],
                                                    linear_num_key_heads=6, linear_num_value_heads=6, **_DELTA)
                         | _rope("default", 1e5, partial_rotary_factor=1 / 3, mrope_section=[1, 1, 1])),
+    "lfm2": Spec("lfm2", _sizes(72, 14, 2, 151, 4, block_multiple_of=20, pad_token_id=0, head_dim=20,
+                                layer_types=["conv", "conv", "full_attention", "conv"]) | _rope("default", 1e6)),
+    # Biases, another number of taps, no tied embedding.
+    "lfm2-biases": Spec("lfm2", _sizes(88, 6, 3, 131, 3, head_dim=24, conv_bias=True, conv_L_cache=5,
+                                       full_attn_idxs=[0, 2], block_auto_adjust_ff_dim=False,
+                                       tie_word_embeddings=False, pad_token_id=0)
+                        | _rope("default", 1e4)),
+    # A dense layer, experts in slices of features on 2 and 3 ranks.
+    "lfm2-moe": Spec("lfm2_moe", _sizes(72, 6, 2, 151, 4, moe_intermediate_size=200, num_experts=10,
+                                        num_experts_per_tok=3, num_dense_layers=1, pad_token_id=0,
+                                        layer_types=["conv", "full_attention", "conv", "conv"])
+                     | _rope("default", 1e6)),
+    "lfm2-moe-plain": Spec("lfm2_moe", _sizes(88, 6, 6, 131, 3, head_dim=18, moe_intermediate_size=37, num_experts=7,
+                                              num_experts_per_tok=2, num_dense_layers=0, use_expert_bias=False,
+                                              norm_topk_prob=False, routed_scaling_factor=1.5, conv_bias=True,
+                                              tie_word_embeddings=False, pad_token_id=0,
+                                              layer_types=["full_attention", "conv", "conv"]) | _rope("default", 1e4)),
 }
-"""Layers with the gated delta rule beside attention, stored as float32."""
+"""Layers with a state beside attention, stored as float32."""
 
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
 
@@ -265,6 +282,8 @@ _CLASSES = {
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
+    "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
@@ -315,7 +334,7 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
             else:
                 normal(parameter, 1.3 * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 normal(buffer, 0.2)
     model = model.to(getattr(torch, spec.dtype))
     model.save_pretrained(directory, **({"max_shard_size": spec.shard} if spec.shard else {}))
@@ -342,7 +361,8 @@ def reference_model(directory: Path, dtype: torch.dtype = torch.float32):
 
 def reset_rotary(model):
     """The model, with the state that dynamic rotary scaling keeps reset to that of a fresh one."""
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    name = "rotary_emb" if hasattr(model.model, "rotary_emb") else "pos_emb"
+    setattr(model.model, name, type(getattr(model.model, name))(model.config))
     return model
 
 
@@ -363,7 +383,8 @@ class Greedy:
 @torch.inference_mode()
 def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dtype = torch.float64) -> Greedy:
     """`n` tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
-    model, ids, cache = reference_model(directory, dtype), torch.tensor([prompt]), transformers.DynamicCache()
+    model, ids = reference_model(directory, dtype), torch.tensor([prompt])
+    cache = transformers.DynamicCache(config=model.config)
     tokens, gaps = [], []
     for _ in range(n):
         logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1].double()

@@ -1,4 +1,4 @@
-// gated_rms_norm, sigmoid_gate: rows times activated gates, one for each value.
+// gated_rms_norm, sigmoid_gate, multiply: rows times gates, one for each value, which may be activated.
 #include <cstring>
 
 #include "cpu/ops/ops.h"
@@ -49,9 +49,24 @@ class SigmoidGate : public BoundOp {
   const Tensor x_, gate_;
 };
 
+class Multiply : public BoundOp {
+ public:
+  explicit Multiply(const Binding& b) : core_(b.core), x_(b.parts[0].in()), y_(b.parts[0].in(1)) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+    for (int r = r0; r < r1; r++) core_.k.multiply(x_.row(r), y_.row(r), 1, x_.width);
+  }
+
+ private:
+  const Core& core_;
+  const Tensor x_, y_;
+};
+
 }  // namespace
 
 const RegisterCpuOp kGatedRmsNorm({{Op::gated_rms_norm}}, bind_op<GatedRmsNorm>);
 const RegisterCpuOp kSigmoidGate({{Op::sigmoid_gate}}, bind_op<SigmoidGate>);
+const RegisterCpuOp kMultiply({{Op::multiply}}, bind_op<Multiply>);
 
 }  // namespace as

@@ -13,6 +13,15 @@ int bind_add(Binding& b, size_t i) {
   return 0;
 }
 
+int bind_multiply(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  b.check_in_place(op);
+  b.add_launch(b.in(op).row_set, [x = b.in(op), other = b.in(op, 1), queue = b.queue](int rows) {
+    multiply(x.values(), other.values(), (size_t)rows * x.rows.width, queue);
+  });
+  return 0;
+}
+
 int bind_scale(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   b.check_in_place(op);
@@ -40,8 +49,8 @@ int bind_sigmoid_mul(Binding& b, size_t i) {
   return 0;
 }
 
-const RegisterCudaOp kAdd(Op::add, bind_add), kScale(Op::scale, bind_scale), kSoftCap(Op::soft_cap, bind_soft_cap),
-    kSigmoidMul(Op::sigmoid_mul, bind_sigmoid_mul);
+const RegisterCudaOp kAdd(Op::add, bind_add), kMultiply(Op::multiply, bind_multiply), kScale(Op::scale, bind_scale),
+    kSoftCap(Op::soft_cap, bind_soft_cap), kSigmoidMul(Op::sigmoid_mul, bind_sigmoid_mul);
 
 }  // namespace
 }  // namespace as::cuda

@@ -22,6 +22,7 @@ struct Norm {
 constexpr int kNormedColumns = 4096, kNormedBytes = 8192, kBehindRow = 8 * 16;
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
+void multiply(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 
 // in [rows, 2 width]

@@ -13,6 +13,12 @@ __global__ void add_kernel(float* x, const float* y, size_t count) {
   if (i < count) x[i] += y[i];
 }
 
+__global__ void multiply_kernel(float* x, const float* y, size_t count) {
+  after_previous();
+  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
+  if (i < count) x[i] *= y[i];
+}
+
 __global__ void scale_kernel(float* x, float factor, size_t count) {
   after_previous();
   const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
@@ -130,6 +136,11 @@ __global__ void scale_queries_kernel(Attention a, const int* positions, double b
 void add(float* x, const float* y, size_t count, const Queue& queue) {
   start(queue, add_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
   launched("add");
+}
+
+void multiply(float* x, const float* y, size_t count, const Queue& queue) {
+  start(queue, multiply_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
+  launched("multiply");
 }
 
 void scale(float* x, float factor, size_t count, const Queue& queue) {
