@@ -154,7 +154,7 @@ class Model:
         began = time.perf_counter()
         self.spans = -(-max_length // SPAN)
         if window:
-            own = e.share(max_rows)
+            own = e.share(max_rows, max_slots)
             all_ranks = window.broadcast(b"".join(window.gather(own) or []))
             e.connect([all_ranks[r * len(own):(r + 1) * len(own)] for r in range(ranks)])
         e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots)

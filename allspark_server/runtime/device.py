@@ -76,9 +76,9 @@ class Device:
         """An executor for the draft model of `executor`."""
         raise NotImplementedError
 
-    def share(self, executor: Any, rows: int) -> str:
-        """The address by which other ranks reach this rank's device in steps of up to `rows` rows; "" if they do not.
-        Call it after the executor has its program; connect() and allocate() follow.
+    def share(self, executor: Any, rows: int, outputs: int) -> str:
+        """The address by which other ranks reach this rank's device in steps of up to `rows` rows, `outputs` of them
+        with outputs; "" if they do not. Call it after the executor has its program; connect() and allocate() follow.
         """
         return ""
 
@@ -280,9 +280,9 @@ class Gpu(Device):
     def _sampler(self) -> Any:
         return native_library().HostSampler(self._threads, shared_memory=self._shared_memory)
 
-    def share(self, executor: Any, rows: int) -> str:
+    def share(self, executor: Any, rows: int, outputs: int) -> str:
         """See `Device.share`."""
-        return executor.share(rows).hex()
+        return executor.share(rows, outputs).hex()
 
     def connect(self, executor: Any, addresses: Sequence[str]) -> None:
         """See `Device.connect`."""
@@ -308,7 +308,8 @@ class Gpu(Device):
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
         dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED
-        shared = self._library.exchange_bytes(model.world, rows, net.hidden_size, dtype) if model.world > 1 else 0
+        shared = self._library.exchange_bytes(
+            model.world, rows, net.hidden_size, dtype, outputs, net.vocab_size) if model.world > 1 else 0
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
                 + model.span_bytes(self)  # a span of zeros stands for positions that windows have left behind

@@ -11,6 +11,7 @@ import os
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 from .host_cache import pack_held
 from .native import DeviceLost
+from .steps import DEPTH, Steps
 
 if TYPE_CHECKING:
     from .runner import ModelInfo, ModelRunner
@@ -122,6 +124,10 @@ class LoadCancelled(RuntimeError):
     """The model was unloaded while it was loading."""
 
 
+class StepError(Exception):
+    """A step has failed; the text names its model, the cause says why."""
+
+
 class RankModels:
     """One rank's models, with a method for each command.
 
@@ -142,6 +148,9 @@ class RankModels:
         self._loading = ""
         self._phase: Future[Answer] = Future()     # of the current load
         self._cancelled = threading.Event()
+        self._queue = Steps()       # on a rank other than 0
+        self._queued: deque[tuple[str, float]] = deque()    # their models, and when they were queued
+        self._ended = 0.0           # when the last one ended
         self.steps, self.step_seconds = 0, 0.0
         self.placement: dict = {}   # where this process's memory was after the last load
         self.served = False         # whether a step was computed; on_served() is called after the first
@@ -191,13 +200,39 @@ class RankModels:
         return Answer.of_exception(error)
 
     def step(self, name: str, plan: bytes) -> None:
-        """Compute a step on a rank other than 0. Rank 0 computes steps through `Steps`."""
-        self.step_began = began = time.monotonic()
+        """Compute a step on a rank other than 0. Rank 0 computes steps through `Group`.
+
+        A GPU's step is queued behind the running one, so this returns once all earlier steps have ended. Raises
+        StepError.
+        """
+        if (runner := self.runners.get(name)) is None:
+            raise StepError(f"step of {name!r}") from KeyError(name)
+        self._queue.submit(runner, name, plan, in_background=runner.gpu is not None)
+        self._queued.append((name, time.monotonic()))
+        self.step_began = self.step_began or self._queued[0][1]
+        while self._queued and (len(self._queued) >= DEPTH or runner.gpu is None):
+            self._collect()
+
+    @property
+    def computes(self) -> bool:
+        """Whether this rank has queued steps that were not found to have ended."""
+        return bool(self._queued)
+
+    def collect_steps(self, wait: bool) -> None:
+        """Take note of queued steps that have ended. wait: wait for all of them. Raises StepError."""
+        while self._queued and (wait or self._queue.idle):
+            self._collect()
+
+    def _collect(self) -> None:
+        name, queued = self._queued.popleft()
         try:
-            self.runners[name].step(plan)
+            self._queue.collect()
+        except Exception as error:
+            raise StepError(f"step of {name!r}: {error}") from error
         finally:
-            self.step_began = 0.0
-        self.note_step(time.monotonic() - began)
+            began, self._ended = max(queued, self._ended), time.monotonic()
+            self.step_began = self._ended if self._queued else 0.0
+        self.note_step(self._ended - began)
 
     @property
     def numbers(self) -> dict:

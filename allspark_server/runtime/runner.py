@@ -126,7 +126,7 @@ class ModelRunner:
             model.load(self._executor, self._report())
         self.digest = model.digest
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
-            self.address = device.share(self._executor, step[0])
+            self.address = device.share(self._executor, *step)
         if self._draft is not None:
             self._draft_executor = device.draft_executor(self._executor)
             with memory_errors(f"loading the weights of draft_model={config.draft_model!r}"):

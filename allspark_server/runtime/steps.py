@@ -1,4 +1,4 @@
-"""The queue of steps that rank 0 has submitted and not collected yet."""
+"""The queue of steps that a rank has submitted and not collected yet."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ class Steps:
         """Wait until no submitted step is running. Their results can still be collected."""
         if self._stepper is not None:
             self._stepper.drain()
+
+    def __len__(self) -> int:
+        """The number of steps submitted and not collected."""
+        return len(self._collectors)
+
+    @property
+    def idle(self) -> bool:
+        """Whether `collect` would not wait for a step on the native thread."""
+        return self._stepper is None or self._stepper.idle
 
     def _compute(self, runner: ModelRunner, plan: bytes, kind: int, prefix: bytes) -> Any:
         if self._shared_memory is not None:

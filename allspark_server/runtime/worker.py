@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .rank_models import Command, RankModels, unpack_step
+from .rank_models import Command, RankModels, StepError, unpack_step
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ PROGRESS_SECONDS = 0.1      # between two reports of a load's progress
 FAILURE_SECONDS = 2.0       # that the report of a failure may wait for room in the supervisor's queue
 MAX_ERROR = 8000            # characters of an error: the most that fit into a datagram in any encoding
 WAIT_SECONDS = 5.0          # the longest wait before Python handles signals; waiting uses no CPU
+STEP_SECONDS = 0.005        # the longest wait until a queued step that has ended is noticed
 
 
 def serve(models: RankModels) -> None:
@@ -31,20 +32,27 @@ def serve(models: RankModels) -> None:
     Raises RuntimeError if the group was aborted or a step failed on this rank, which aborts the group.
     """
     shared_memory = models.shared_memory
+
+    def checked(work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except StepError as error:
+            if isinstance(error.__cause__, ValueError):     # rank 0 rejects the same plan and reports it
+                logger.error("rank %d: %s", models.rank, error)
+                return
+            shared_memory.abort(f"rank {models.rank}: {error.__cause__}")
+            raise RuntimeError(f"rank {models.rank}: {error}") from error
+
     while True:
-        command = shared_memory.wait_command(WAIT_SECONDS)
+        command = shared_memory.wait_command(STEP_SECONDS if models.computes else WAIT_SECONDS)
         if command is None:
+            checked(models.collect_steps, False)
             continue
         kind, payload = command
+        if kind != Command.STEP:
+            checked(models.collect_steps, True)
         if kind == Command.STEP:
-            name, plan = unpack_step(payload)
-            try:
-                models.step(name, plan)
-            except ValueError as error:     # rank 0 rejects the same plan and reports it
-                logger.error("rank %d: step of %r: %s", models.rank, name, error)
-            except Exception as error:
-                shared_memory.abort(f"rank {models.rank}: {error}")
-                raise RuntimeError(f"rank {models.rank}: step of {name!r}: {error}") from error
+            checked(models.step, *unpack_step(payload))
         elif kind == Command.CALL:
             method, arguments = json.loads(payload)
             getattr(models, method)(**arguments)

@@ -48,6 +48,11 @@ void Stepper::drain() {
   ended_.wait(lock, [this] { return jobs_.empty() && !running_; });
 }
 
+bool Stepper::idle() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return jobs_.empty() && !running_;
+}
+
 double Stepper::busy_seconds() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return running_ ? now() - began_ : 0;

@@ -33,6 +33,8 @@ class Stepper {
   StepOutput collect();
   // Waits until all submitted steps have run. Their results can still be collected.
   void drain();
+  // Whether all submitted steps have run: collect() does not wait.
+  bool idle() const;
   // Seconds since the running step began; 0: none is running.
   double busy_seconds() const;
 

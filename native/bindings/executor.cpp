@@ -474,6 +474,7 @@ void bind_executor(py::module_& m) {
           "Waits for the oldest step and returns its StepResult, or raises its exception.")
       .def("drain", &Stepper::drain, py::call_guard<py::gil_scoped_release>(),
            "Waits until all submitted steps have run.")
+      .def_property_readonly("idle", &Stepper::idle, "Whether all submitted steps have run.")
       .def_property_readonly("busy_seconds", &Stepper::busy_seconds,
                              "Seconds since the running step began; 0: none is running.");
 }

@@ -82,6 +82,8 @@ void bind_shared_memory(py::module_& m) {
            }),
            py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("spin"), py::arg("timeout"),
            py::arg("heartbeat_seconds") = 1.0, py::arg("hosts") = nullptr, py::arg("sockets") = std::vector<int>())
+      .def_property_readonly("rank", &SharedMemory::rank)
+      .def_property_readonly("size", &SharedMemory::size, "The number of ranks.")
       .def_property_readonly("exchange_seconds", &SharedMemory::exchange_seconds,
                              "Seconds that thread 0 has spent in the exchanges of steps.")
       .def_property_readonly("wait_seconds", &SharedMemory::wait_seconds,

@@ -39,12 +39,14 @@ int CudaExecutor::add_vector(const std::vector<float>& values) {
   return weights_.add_vector(values);
 }
 
-std::string CudaExecutor::share(int max_rows, double seconds) {
+std::string CudaExecutor::share(int max_rows, int max_outputs, double seconds) {
   if (!communicator_) return "";
-  exchange_ = std::make_unique<Exchange>(device_, communicator_->rank(), communicator_->size(),
-                                         largest_partial(program_, weights_, max_rows),
-                                         largest_partial(program_, weights_, std::min(max_rows, kPushedRows)), seconds);
-  shared_rows_ = max_rows;
+  const bool samples = !program_.ops().empty() && program_.ops().back().is(Op::sample);
+  exchange_ = std::make_unique<Exchange>(
+      device_, communicator_->rank(), communicator_->size(), largest_partial(program_, weights_, max_rows),
+      largest_partial(program_, weights_, std::min(max_rows, kPushedRows)), max_outputs,
+      samples ? program_.ops().back().integer("vocab_size") : 0, seconds);
+  shared_rows_ = max_rows, shared_outputs_ = max_outputs;
   return exchange_->address();
 }
 
@@ -63,9 +65,10 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   device_.use();
   weights_.finish();
   allocate_masks(masks, true);
-  if (communicator_ && (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_))
-    throw std::invalid_argument("ranks share() memory for " + std::to_string(limits.max_rows) +
-                                " rows, and connect(), before allocate()");
+  if (communicator_ &&
+      (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_ || limits.max_outputs > shared_outputs_))
+    throw std::invalid_argument("ranks share() memory for " + std::to_string(limits.max_rows) + " rows and " +
+                                std::to_string(limits.max_outputs) + " outputs, and connect(), before allocate()");
   std::optional<Ranks> ranks;
   if (communicator_) ranks.emplace(Ranks{*exchange_, *communicator_});
   adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;

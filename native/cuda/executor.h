@@ -30,9 +30,9 @@ class CudaExecutor : public Model {
   const Device& device() const { return device_; }
 
   // With other ranks, after the program is built and before allocate(): share() returns the address of the memory that
-  // other ranks access in steps of up to max_rows rows ("" with one rank); connect() takes the addresses of all ranks,
-  // in rank order. seconds: how long the GPU waits for another rank.
-  std::string share(int max_rows, double seconds);
+  // other ranks access in steps of up to max_rows rows, max_outputs of them with outputs ("" with one rank); connect()
+  // takes the addresses of all ranks, in rank order. seconds: how long the GPU waits for another rank.
+  std::string share(int max_rows, int max_outputs, double seconds);
   void connect(const std::vector<std::string>& addresses);
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. draft: a draft model on the same
@@ -89,7 +89,7 @@ class CudaExecutor : public Model {
   const std::shared_ptr<Communicator> communicator_;
   Weights weights_;
   std::unique_ptr<Exchange> exchange_;
-  int shared_rows_ = 0;
+  int shared_rows_ = 0, shared_outputs_ = 0;  // of share()
   bool unloaded_ = false;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CudaRunner> runner_;

@@ -395,13 +395,14 @@ PYBIND11_MODULE(_cuda, m) {
         "Raises ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
   m.def(
       "exchange_bytes",
-      [](int world, int rows, int width, const std::string& dtype) {
+      [](int world, int rows, int width, const std::string& dtype, int outputs, int vocab) {
         const auto bytes = [&](int rows) { return partial_bytes(rows, width, dtype != "float32"); };
-        return exchange_bytes(world, bytes(rows), bytes(std::min(rows, kPushedRows)));
+        return exchange_bytes(world, bytes(rows), bytes(std::min(rows, kPushedRows)), outputs, vocab);
       },
-      py::arg("world"), py::arg("rows"), py::arg("width"), py::arg("dtype"),
+      py::arg("world"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("outputs") = 0,
+      py::arg("vocab") = 0,
       "Bytes that a rank of `world` shares with the others, for sums of so many rows of this width "
-      "with weights of this type.");
+      "with weights of this type, and to sample so many outputs from a vocabulary of this size.");
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
   executor.def(
@@ -424,17 +425,18 @@ PYBIND11_MODULE(_cuda, m) {
   executor
       .def(
           "share",
-          [](CudaExecutor& e, int max_rows, double seconds) {
+          [](CudaExecutor& e, int max_rows, int max_outputs, double seconds) {
             std::string address;
             {
               py::gil_scoped_release release;
-              address = e.share(max_rows, seconds);
+              address = e.share(max_rows, max_outputs ? max_outputs : max_rows, seconds);
             }
             return py::bytes(address);
           },
-          py::arg("max_rows"), py::arg("seconds") = kWaitSeconds,
+          py::arg("max_rows"), py::arg("max_outputs") = 0, py::arg("seconds") = kWaitSeconds,
           "After all ops are added: the address that other ranks connect() to, for steps of up to max_rows "
-          "rows; b'' with one rank. seconds: how long the GPU waits for another rank.")
+          "rows, of which max_outputs (0: all) have outputs; b'' with one rank. seconds: how long the GPU waits for "
+          "another rank.")
       .def("connect", &CudaExecutor::connect, py::arg("addresses"), py::call_guard<py::gil_scoped_release>(),
            "Takes every rank's address, in rank order; before allocate().")
       .def(

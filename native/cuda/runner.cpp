@@ -1,7 +1,6 @@
 #include "cuda/runner.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "cuda/ops/all_reduce.h"
@@ -45,8 +44,9 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   if (hidden_ >= 0)
     host_hidden_ =
         Memory(outputs * workspace_.tensors[hidden_].rows.width * sizeof(float), "hidden states", Memory::Where::host);
-  if (width == sample.integer("vocab_size"))
-    device_sampler_.emplace(device_, logits().values(), workspace_.argmax.as<Argmax>(), width, (int)outputs, masks);
+  const auto dealt = rank_samples(ranks, workspace_, sample, width);
+  device_sampler_.emplace(device_, logits().values(), workspace_.argmax.as<Argmax>(), width, (int)outputs, masks,
+                          dealt ? &*dealt : nullptr);
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 
@@ -107,7 +107,7 @@ bool CudaRunner::sample(const Batch& batch) {
   assign_samples(batch);
   if (sampling_.heads) {
     if (sampling_.timed) times_.mark(sampling_.turn, device_.stream());
-    if (device_sampler_) device_sampler_->queue(batch, sampled_by_);
+    device_sampler_->queue(batch, sampled_by_);
     if (sampling_.timed) times_.mark(sampling_.turn, device_.stream());
     if (std::find(sampled_by_.begin(), sampled_by_.end(), SampledBy::argmax) != sampled_by_.end())
       check(cudaMemcpyAsync(host_argmax_.as(), workspace_.argmax.as(),
@@ -118,7 +118,6 @@ bool CudaRunner::sample(const Batch& batch) {
   }
   if (!sampled_) check(cudaEventCreateWithFlags(&sampled_, cudaEventDisableTiming), "making an event");
   check(cudaEventRecord(sampled_, device_.stream()), "recording an event");
-  if (ranks_) return false;  // ranks must agree first
   return std::find(sampled_by_.begin(), sampled_by_.end(), SampledBy::host) == sampled_by_.end();
 }
 
@@ -142,49 +141,21 @@ RunOutput CudaRunner::finish(const Batch& batch) {
     output.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
     output.logit_width = width;
   }
-  if (device_sampler_) device_sampler_->take(output.samples);
+  device_sampler_->take(output.samples);
   Batch rest;  // what the host samples
   bool any = false;
   rest.outputs = batch.outputs, rest.slots = batch.slots;
-  std::vector<Argmax> argmaxes;  // the argmaxes of this step's outputs
-  const int begin = program_.ops().back().integer("vocab_begin");
   for (size_t i = 0; i < outputs; i++) {
     if (sampled_by_[i] == SampledBy::host) any = true;
     else rest.outputs[i].wanted = Wanted::nothing;
     if (sampled_by_[i] != SampledBy::argmax) continue;
-    Argmax best = merged(host_argmax_.as<Argmax>() + i * kArgmaxParts);
-    if (best.token >= 0) best.token += begin;
-    argmaxes.push_back(best);
-  }
-  if (ranks_ && !argmaxes.empty()) agree(argmaxes);
-  auto best = argmaxes.begin();
-  for (size_t i = 0; i < outputs; i++) {
-    if (sampled_by_[i] != SampledBy::argmax) continue;
+    const Argmax best = merged(host_argmax_.as<Argmax>() + i * kArgmaxParts);
     std::fill_n(output.samples[i].top_ids, kMaxTopLogprobs, -1);
-    if (best->not_finite || best->token < 0) output.samples[i].status = SampleStatus::kNotFinite;
-    else output.samples[i].token = best->token;
-    ++best;
+    if (best.not_finite || best.token < 0) output.samples[i].status = SampleStatus::kNotFinite;
+    else output.samples[i].token = best.token;
   }
   if (any) sampler_.sample(rest, output.samples);
   return output;
-}
-
-// Replaces the argmaxes of every rank's part of the vocabulary by the argmax over all ranks, on every rank. The lower
-// rank wins ties, because its ids are lower.
-void CudaRunner::agree(std::vector<Argmax>& best) const {
-  const auto bytes_of = [](std::vector<Argmax>& all) { return reinterpret_cast<char*>(all.data()); };
-  const size_t bytes = best.size() * sizeof(Argmax);
-  const std::vector<std::string> messages = ranks_->communicator.gather(std::string(bytes_of(best), bytes));
-  std::vector<Argmax> other(best.size());
-  for (size_t r = 1; r < messages.size(); r++) {  // on rank 0
-    if (messages[r].size() != bytes) throw std::runtime_error("a rank sampled for another batch");
-    std::memcpy(bytes_of(other), messages[r].data(), bytes);
-    for (size_t i = 0; i < best.size(); i++) add_part(best[i], other[i]);
-  }
-  std::string all(bytes_of(best), bytes);
-  ranks_->communicator.broadcast(all);
-  if (all.size() != bytes) throw std::runtime_error("rank 0 sampled for another batch");
-  std::memcpy(bytes_of(best), all.data(), bytes);
 }
 
 // Whether every row is the only one of its sequence, and has an output.
@@ -200,7 +171,7 @@ void CudaRunner::assign_samples(const Batch& batch) {
     if (out.wanted == Wanted::nothing) sampled_by_.push_back(SampledBy::nobody);
     else if (out.wanted == Wanted::sample && is_greedy(batch.slot(out.slot).sampling, out))
       sampled_by_.push_back(SampledBy::argmax);
-    else sampled_by_.push_back(device_sampler_ ? SampledBy::device : SampledBy::host);
+    else sampled_by_.push_back(SampledBy::device);
   }
 }
 

@@ -66,7 +66,6 @@ class CudaRunner : public QueuedRunner {
   bool decodes(const Batch& batch) const;
   void assign_samples(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
-  void agree(std::vector<Argmax>& best) const;
 
   const Device& device_;
   const Program& program_;
@@ -80,8 +79,8 @@ class CudaRunner : public QueuedRunner {
   int hidden_ = -1;       // the tensor of hidden states; -1: none
   size_t hidden_rows_ = 0;
   Memory host_argmax_, host_logits_, host_hidden_;
-  std::optional<DeviceSampler> device_sampler_;  // none if this rank has only a part of the vocabulary
-  std::vector<SampledBy> sampled_by_;            // of each output of the step
+  std::optional<DeviceSampler> device_sampler_;
+  std::vector<SampledBy> sampled_by_;  // of each output of the step
   struct Step {
     bool heads, want_logits;  // heads: whether the step computes logits
     bool timed = false;

@@ -183,7 +183,7 @@ def test_a_missing_rank_is_reported(monkeypatch, dtype):
     """The step of a single rank ends with an error instead of waiting for ever."""
     from allspark_server.runtime.device import Gpu
 
-    monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
+    monkeypatch.setattr(Gpu, "share", lambda self, e, rows, outputs: e.share(rows, outputs, 1.5).hex())
     with on_gpus(2, weight_dtype=dtype) as gpu:
         from allspark_server.runtime.plan import SAMPLE, NewSlot, StepPlan, WorkItem
 

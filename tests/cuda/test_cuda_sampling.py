@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from allspark_server.runtime.plan import SAMPLE, Flag
-from support.gpu_sampling import SLOTS, Head
-from support.sampling_reference import PROCESSORS, SETTINGS, Params, bitmask, draw, random_case
+from support.gpu_sampling import SLOTS, Head, cases_of
+from support.sampling_reference import SETTINGS, Params, bitmask, draw, random_case
 
 pytestmark = pytest.mark.cuda
 
@@ -28,19 +28,7 @@ def assert_same(found, i: int, expected: dict) -> None:
 def test_every_processor_and_filter(vocab, spread, ties):
     rng = np.random.default_rng(vocab)
     head = Head(vocab, rng, spread, ties)
-    cases = []
-    for name in [*PROCESSORS, None]:
-        for how, fields in SETTINGS.items():
-            params, history = random_case(rng, name, vocab, 60) if name else (Params(), rng.integers(1, vocab, 60))
-            history = np.maximum(history, 1)
-            for field, value in fields.items():
-                setattr(params, field, value)
-            params.do_sample, params.sample_index = how != "greedy", int(rng.integers(4))
-            params.seed, params.logprobs = int(rng.integers(2**62)), bool(rng.integers(2))
-            params.top_logprobs = int(rng.integers(21)) if rng.integers(2) else 0
-            mask = bitmask(rng.random(vocab) < rng.choice([0.0, 0.01, 0.6])) if rng.integers(4) == 0 else None
-            cases.append((params, history, mask))
-    rng.shuffle(cases)
+    cases = cases_of(vocab, rng)
     for first in range(0, len(cases), SLOTS):
         some = cases[first:first + SLOTS]
         found = head.draws(some)

@@ -36,6 +36,10 @@ class FakeStepper:
     def drain(self) -> None:
         pass
 
+    @property
+    def idle(self) -> bool:
+        return True
+
 
 class FakeRunner:
     """Replaces ModelRunner; it fails where its model's name says so, as in "load1" (rank 1, in load)."""
@@ -182,6 +186,24 @@ def test_a_step_that_fails_ends_the_group(threads):
     assert failures == ["rank 2: no memory for step2"]
     wait_for(lambda: len(errors) == 2)
     assert "rank 2" in errors[1]
+
+
+def test_steps_of_gpus_are_queued_and_one_that_fails_ends_the_group(threads, monkeypatch):
+    """The rank notices a failed step although no command follows it, and counts those that have ended."""
+    monkeypatch.setattr(FakeRunner, "gpu", 0)
+    group, failures, errors = threads
+    load(group, "m")
+    for number in range(5):
+        assert step(group, "m", b"%d" % number) == (0, b"%d" % number)
+    load(group, "step1")
+    group.submit("step1", b"")
+    wait_for(lambda: len(errors) == 2)
+    assert errors[1] == "rank 1: step of 'step1': no memory for step1"
+    with pytest.raises(RuntimeError):
+        for _ in range(100):
+            step(group, "m", b"")
+            time.sleep(0.01)
+    assert failures
 
 
 def test_the_first_step_is_announced(monkeypatch):

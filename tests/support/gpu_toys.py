@@ -11,10 +11,11 @@ from reference.plan import GIVEN, PROMPT, SAMPLE
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
 
 
-def executor(threads: int = 2):
+def executor(threads: int = 2, ranks=None, gpu: int = 0):
+    """An executor of one rank, or of one of several `ranks`, whose shared memory this is."""
     from allspark_server import _cuda
 
-    return _cuda.Executor(0, _native.HostSampler(threads))
+    return _cuda.Executor(gpu, _native.HostSampler(threads, shared_memory=ranks), ranks)
 
 
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,

@@ -21,10 +21,11 @@ struct Address {
   uint64_t process;
   int32_t rank, world, device;  // device: as the rank's process counts GPUs
   cudaUUID_t gpu;
+  int32_t outputs, vocab;
   uint64_t base, buffer_bytes, pushed;
   cudaIpcMemHandle_t handle;
 };
-constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '3'};
+constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '4'};
 
 // Process ids may be equal in two containers; this number is not.
 uint64_t own_process() {
@@ -54,21 +55,26 @@ size_t partial_bytes(int rows, int width, bool is_dtype16) {
   return is_dtype16 ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
 }
 
-size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed) {
-  return rounded(kHeader + 2 * rounded(buffer_bytes, kHeader) + 2 * world * rounded(pushed, kHeader), kGranule);
+size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab) {
+  RankSamples samples;
+  samples.peers.world = world, samples.outputs = outputs, samples.vocab = vocab;
+  return rounded(kHeader + 2 * rounded(buffer_bytes, kHeader) + 2 * world * rounded(pushed, kHeader) + samples.bytes(),
+                 kGranule);
 }
 
-Exchange::Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds)
+Exchange::Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, int outputs,
+                   int vocab, double seconds)
     : device_(device), seconds_(seconds) {
   if (world < 2 || world > kMaxRanks || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(world) +
                                 ": a group has up to " + std::to_string(kMaxRanks) + " GPUs");
   device_.use();
-  memory_ = Memory(exchange_bytes(world, buffer_bytes, pushed), "what GPUs exchange");
+  memory_ = Memory(exchange_bytes(world, buffer_bytes, pushed, outputs, vocab), "what GPUs exchange");
   failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
   peers_.rank = rank, peers_.world = world, peers_.buffer_bytes = rounded(buffer_bytes, kHeader);
   peers_.pushed_bytes = rounded(pushed, kHeader);
   peers_.failed = failed_.as<int>(), peers_.limit = (uint64_t)(seconds * 1e9);
+  samples_.outputs = outputs, samples_.vocab = vocab;
   char* places = memory_.as() + kHeader + 2 * peers_.buffer_bytes;
   check(cudaMemset(places, kNotYet & 0xff, 2 * world * peers_.pushed_bytes), "marking memory");
   check(cudaStreamSynchronize(nullptr), "marking memory");
@@ -86,6 +92,7 @@ std::string Exchange::address() {
   std::memcpy(own.magic, kMagic, sizeof kMagic);
   own.process = own_process(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
   own.base = reinterpret_cast<uint64_t>(memory_.as()), own.buffer_bytes = peers_.buffer_bytes;
+  own.outputs = samples_.outputs, own.vocab = samples_.vocab;
   own.pushed = peers_.pushed_bytes, own.gpu = uuid_of(device_.index());
   device_.use();
   check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
@@ -102,6 +109,7 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
     const char* base = r == peers_.rank ? memory_.as() : others_[r];
     peers_.partials[r] = base + kHeader, peers_.flags[r] = reinterpret_cast<uint32_t*>(const_cast<char*>(base));
     peers_.pushed[r] = const_cast<char*>(base) + kHeader + 2 * peers_.buffer_bytes;
+    samples_.memory[r] = peers_.pushed[r] + 2 * peers_.world * peers_.pushed_bytes;
   }
   connected_ = true;
 }
@@ -112,7 +120,8 @@ void Exchange::open(int r, const std::string& address) {
   if (address.size() != sizeof other) throw std::invalid_argument("the address of a rank is incomplete");
   std::memcpy(&other, address.data(), sizeof other);
   if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.world != peers_.world ||
-      other.buffer_bytes != peers_.buffer_bytes || other.pushed != peers_.pushed_bytes)
+      other.buffer_bytes != peers_.buffer_bytes || other.pushed != peers_.pushed_bytes ||
+      other.outputs != samples_.outputs || other.vocab != samples_.vocab)
     throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
   if (r == peers_.rank || others_[r]) return;
   const int device = index_of(other.gpu);
@@ -156,13 +165,21 @@ uint16_t* Exchange::place(int call, int width) const {
   return reinterpret_cast<uint16_t*>(peers_.place(1 - peers_.rank, peers_.rank, call));
 }
 
+RankSamples Exchange::samples(int begin, int width, const int* step) const {
+  RankSamples samples = samples_;
+  samples.peers = peers_, samples.peers.step = step, samples.begin = begin, samples.width = width;
+  return samples;
+}
+
 void Exchange::check_waits() const {
   const int failed = *const_cast<const volatile int*>(failed_.as<int>());
   if (!failed) return;
+  constexpr const char* kWhat[] = {"a sum over ranks", "an exchange of argmaxes", "an exchange of logits",
+                                   "an exchange of samples"};
+  const int rank = (failed - 1) % kMaxRanks, what = (failed - 1) / kMaxRanks;
   throw std::runtime_error("rank " + std::to_string(peers_.rank) + " waited " + std::to_string((int)seconds_) +
-                           " s on its GPU for rank " + std::to_string(failed - 1) +
-                           " in a sum over ranks: its process has ended, is stopped, or did not run the step; the "
-                           "group is given up");
+                           " s on its GPU for rank " + std::to_string(rank) + " in " + kWhat[what] +
+                           ": its process has ended, is stopped, or did not run the step; the group is given up");
 }
 
 // Memory that other ranks have open must not be freed. A rank's last write to another rank's memory says that it has

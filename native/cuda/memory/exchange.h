@@ -1,20 +1,22 @@
 // Memory of each rank's GPU that the other ranks read and write, opened by CUDA IPC (over NVLink or PCIe). It has two
-// buffers for the rank's partial sums, buffers for the sums that other ranks push, and the flags by which kernels wait
-// for each other (kernels/comm/sum_ranks.cu).
+// buffers for the rank's partial sums, buffers for the sums that other ranks push, the flags by which kernels wait for
+// each other (kernels/comm/sum_ranks.cu), and what ranks exchange to sample (kernels/comm/sample_ranks.h).
 #pragma once
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/comm/sum_ranks.h"
+#include "cuda/kernels/comm/sample_ranks.h"
 #include "cuda/memory/device.h"
 
 namespace as::cuda {
 
 class Exchange {
  public:
-  // buffer_bytes: size of the largest partial sum. pushed: size of the largest pushed one; 0: none. seconds: how long a
-  // kernel waits for another rank.
-  Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, double seconds);
+  // buffer_bytes: size of the largest partial sum. pushed: size of the largest pushed one; 0: none. outputs: the most
+  // of a step; vocab: the size of the vocabulary, 0 if nothing is sampled. seconds: how long a kernel waits for another
+  // rank.
+  Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab,
+           double seconds);
   // Frees the memory once no other rank has it open. Leaks it if a rank that has opened it does not leave it in time.
   // If connect() was not called, no rank may call it with this rank's address afterwards.
   ~Exchange();
@@ -34,6 +36,9 @@ class Exchange {
   Rows partial(int call, int width, bool is_dtype16, DType16 dtype) const;
   // The other rank's buffer to which a GEMM pushes partial sums of few rows; null if sum_ranks() pushes them.
   uint16_t* place(int call, int width) const;
+  // What ranks exchange to sample, if this rank has the logits of the ids from `begin` on. step: number of previous
+  // steps, in the device's memory.
+  RankSamples samples(int begin, int width, const int* step) const;
   // After a step: throws std::runtime_error if a kernel timed out waiting for another rank.
   void check_waits() const;
 
@@ -49,6 +54,7 @@ class Exchange {
   const double seconds_;
   Memory memory_, failed_;
   Peers peers_;
+  RankSamples samples_;
   bool connects_ = false, connected_ = false;
   char* others_[kMaxRanks] = {};  // the memory of other ranks that is open here
   std::vector<void*> opened_;     // of other processes
@@ -57,6 +63,6 @@ class Exchange {
 // Bytes of a partial sum.
 size_t partial_bytes(int rows, int width, bool is_dtype16);
 // Bytes of GPU memory that an exchange takes.
-size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed);
+size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab);
 
 }  // namespace as::cuda

@@ -18,11 +18,14 @@ namespace as::cuda {
 // One or more kernel launches of a step of this size.
 using Launch = std::function<void(const Workspace::Size&)>;
 
-// The other ranks of a group: their GPUs' memory, and the communicator by which processes agree on samples.
+// The other ranks of a group: their GPUs' memory, and the communicator of their processes.
 struct Ranks {
   Exchange& exchange;
   Communicator& communicator;
 };
+// What ranks exchange to sample from logits of `width` columns on this rank; none if there is one rank.
+std::optional<RankSamples> rank_samples(const Ranks* ranks, const Workspace& workspace, const OpNode& sample,
+                                        int width);
 
 // What ops use while one form of a program (with ops for adapters, or without) becomes launches.
 struct Binding {

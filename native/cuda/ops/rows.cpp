@@ -3,6 +3,13 @@
 #include "cuda/ops/fusion.h"
 
 namespace as::cuda {
+
+std::optional<RankSamples> rank_samples(const Ranks* ranks, const Workspace& workspace, const OpNode& sample,
+                                        int width) {
+  if (!ranks) return std::nullopt;
+  return ranks->exchange.samples(sample.integer("vocab_begin"), width, workspace.data->step());
+}
+
 namespace {
 
 int bind_embedding(Binding& b, size_t i) {
@@ -30,8 +37,11 @@ int bind_hidden_states(Binding& b, size_t i) {
 }
 
 int bind_sample(Binding& b, size_t i) {
-  b.add_launch(kOutputRows, [logits = b.in(b.ops[i]), to = b.workspace.argmax.as<Argmax>(), queue = b.queue](int rows) {
+  const Tensor& logits = b.in(b.ops[i]);
+  b.add_launch(kOutputRows, [logits, to = b.workspace.argmax.as<Argmax>(), queue = b.queue,
+                             ranks = rank_samples(b.ranks, b.workspace, b.ops[i], logits.rows.width)](int rows) {
     argmax(logits.values(), logits.rows.width, rows, to, queue);
+    if (ranks) agree_argmaxes(*ranks, to, rows, queue);
   });
   return 0;
 }

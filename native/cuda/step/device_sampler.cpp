@@ -14,20 +14,28 @@ size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
-DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax, int vocab_size, int max_outputs,
-                             Masks* masks)
-    : device_(device), masks_(masks), list_(vocab_size, std::min(kEditsOfARow * max_outputs, kMaxEdits)) {
-  const size_t rows = max_outputs;
+DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax, int width, int max_outputs,
+                             Masks* masks, const RankSamples* ranks)
+    : device_(device),
+      masks_(masks),
+      ranks_(ranks ? std::optional<RankSamples>(*ranks) : std::nullopt),
+      logits_(logits),
+      list_(ranks ? ranks->vocab : width, std::min(kEditsOfARow * max_outputs, kMaxEdits)) {
+  const int vocab_size = ranks ? ranks->vocab : width;
+  const size_t all = max_outputs, rows = ranks ? ranks->most() : all;  // of the step, and of this rank
   const auto both = [](Memory& host, Memory& on_device, size_t bytes, const char* purpose) {
     host = Memory(bytes, purpose, Memory::Where::host), on_device = Memory(bytes, purpose);
   };
   both(host_samples_, samples_, rows * sizeof(RowSample), "samples");
   both(host_edits_, edits_, list_.max_edits() * sizeof(Edit), "penalties of samples");
-  both(host_outputs_, outputs_, rows * sizeof(SampleOutput), "sampled tokens");
-  if (masks) both(host_masks_, bits_, rows * masks->words() * sizeof(uint32_t), "masks of samples");
-  task_.logits = logits, task_.width = vocab_size, task_.argmax = argmax;
+  host_outputs_ = Memory(all * sizeof(SampleOutput), "sampled tokens", Memory::Where::host);
+  outputs_ = Memory(rows * sizeof(SampleOutput), "sampled tokens");
+  if (ranks) both(host_dealt_, dealt_, all * sizeof(DealtSample), "samples of all ranks");
+  if (reads_masks()) both(host_masks_, bits_, all * masks->words() * sizeof(uint32_t), "masks of samples");
+  task_.logits = ranks ? ranks->logits(ranks->peers.rank) : logits, task_.width = vocab_size, task_.argmax = argmax;
   task_.chunk = chunk_of(vocab_size), task_.chunks = (vocab_size + task_.chunk - 1) / task_.chunk;
-  task_.masks = bits_.as<uint32_t>(), task_.mask_words = masks ? masks->words() : 0;
+  task_.masks = ranks ? ranks->masks(ranks->peers.rank) : bits_.as<uint32_t>();
+  task_.mask_words = ranks ? ranks->mask_words() : masks ? masks->words() : 0;
   task_.samples = samples_.as<RowSample>(), task_.edits = edits_.as<Edit>(),
   task_.outputs = outputs_.as<SampleOutput>();
   const size_t chunks = rows * task_.chunks, groups = chunks * groups_of(task_.chunk);
@@ -55,11 +63,12 @@ void DeviceSampler::queue_masks(const Batch& batch, const std::vector<SampledBy>
     const int mask = batch.outputs[i].mask;
     if (!mask || by[i] != SampledBy::device) continue;
     if (!masks_) throw std::logic_error("a sample needs a mask, and there are no masks");
-    std::copy_n(masks_->wait(mask - 1, kMaskSeconds), masks_->words(),
-                host_masks_.as<uint32_t>() + (size_t)count * masks_->words());
+    if (reads_masks())
+      std::copy_n(masks_->wait(mask - 1, kMaskSeconds), masks_->words(),
+                  host_masks_.as<uint32_t>() + (size_t)count * masks_->words());
     mask_of_[i] = count++;
   }
-  if (count) send(host_masks_, bits_, (size_t)count * masks_->words() * sizeof(uint32_t));
+  if (count && reads_masks()) send(host_masks_, bits_, (size_t)count * masks_->words() * sizeof(uint32_t));
 }
 
 void DeviceSampler::queue(const Batch& batch, std::vector<SampledBy>& by) {
@@ -69,14 +78,43 @@ void DeviceSampler::queue(const Batch& batch, std::vector<SampledBy>& by) {
     if (by[i] == SampledBy::device && !list_.add(batch, (int)i, mask_of_[i])) by[i] = SampledBy::host;
   const size_t count = list_.samples().size();
   if (!count) return;
-  std::copy(list_.samples().begin(), list_.samples().end(), host_samples_.as<RowSample>());
   std::copy(list_.edits().begin(), list_.edits().end(), host_edits_.as<Edit>());
-  send(host_samples_, samples_, count * sizeof(RowSample));
   send(host_edits_, edits_, list_.edits().size() * sizeof(Edit));
-  sample_rows(task_, (int)count, list_.edited(), list_.both_sums(), device_.queue());
-  check(cudaMemcpyAsync(host_outputs_.as(), outputs_.as(), count * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
+  const SampleOutput* sampled = outputs_.as<SampleOutput>();
+  if (ranks_) {
+    queue_dealt((int)count);
+    sampled = ranks_->samples(ranks_->peers.rank);
+  } else {
+    std::copy(list_.samples().begin(), list_.samples().end(), host_samples_.as<RowSample>());
+    send(host_samples_, samples_, count * sizeof(RowSample));
+    sample_rows(task_, (int)count, list_.edited(), list_.both_sums(), device_.queue());
+  }
+  check(cudaMemcpyAsync(host_outputs_.as(), sampled, count * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
                         device_.stream()),
         "copying sampled tokens");
+}
+
+// Samples the rows that belong to this rank, and exchanges logits and samples with the other ranks.
+void DeviceSampler::queue_dealt(int count) {
+  const RankSamples& ranks = *ranks_;
+  const Queue queue = device_.queue();
+  int own = 0;
+  for (int j = 0; j < count; j++) {
+    RowSample sample = list_.samples()[j];
+    host_dealt_.as<DealtSample>()[j] = {sample.row, sample.mask, sample.target < 0};
+    if (ranks.owner(j) != ranks.peers.rank) continue;
+    sample.row = own;
+    if (sample.mask >= 0) sample.mask = own;
+    host_samples_.as<RowSample>()[own++] = sample;
+  }
+  send(host_dealt_, dealt_, count * sizeof(DealtSample));
+  send(host_samples_, samples_, own * sizeof(RowSample));
+  const DealtSample* dealt = dealt_.as<DealtSample>();
+  const uint32_t round = ++rounds_;
+  push_logits(ranks, logits_, bits_.as<uint32_t>(), dealt, count, round, queue);
+  await_logits(ranks, dealt, count, task_.argmax, round, queue);
+  if (own) sample_rows(task_, own, list_.edited(), list_.both_sums(), queue);
+  exchange_samples(ranks, outputs_.as<SampleOutput>(), dealt, count, task_.argmax, round, queue);
 }
 
 void DeviceSampler::take(std::vector<SampleOutput>& samples) const {

@@ -1,8 +1,11 @@
-// Samples a step's outputs on the device, in stream order after the step that computes the logits.
+// Samples a step's outputs on the device, in stream order after the step that computes the logits. Several ranks deal
+// the outputs among themselves (kernels/comm/sample_ranks.h).
 #pragma once
+#include <optional>
 #include <vector>
 
 #include "batch/masks.h"
+#include "cuda/kernels/comm/sample_ranks.h"
 #include "cuda/memory/device.h"
 #include "cuda/step/sample_list.h"
 
@@ -13,9 +16,12 @@ enum class SampledBy : uint8_t { nobody, argmax, device, host };
 
 class DeviceSampler {
  public:
-  // logits [max_outputs, vocab_size] and argmax, their rows' argmax, are on the device. A row's sample
-  // replaces its argmax. masks: null, or the masks that outputs refer to. All must outlive this.
-  DeviceSampler(const Device& device, float* logits, Argmax* argmax, int vocab_size, int max_outputs, Masks* masks);
+  // logits [max_outputs, width] and argmax, their rows' argmax, are on the device. A row's sample replaces its argmax.
+  // ranks: null if there is one rank, whose width is the size of the vocabulary. Otherwise the argmaxes are those of
+  // all ranks, and all ranks queue the same batches. masks: null, or the masks that outputs refer to; of several ranks,
+  // only rank 0 reads them. All must outlive this.
+  DeviceSampler(const Device& device, float* logits, Argmax* argmax, int width, int max_outputs, Masks* masks,
+                const RankSamples* ranks);
 
   // Queues the samples of a batch that `by` assigns to these kernels. Waits for masks while the device computes.
   // Reassigns samples that only the host can compute to the host.
@@ -25,16 +31,21 @@ class DeviceSampler {
 
  private:
   void queue_masks(const Batch& batch, const std::vector<SampledBy>& by);
+  void queue_dealt(int count);
+  bool reads_masks() const { return masks_ && (!ranks_ || ranks_->peers.rank == 0); }
   // Queues a copy to the device.
   void send(const Memory& host, const Memory& device, size_t bytes) const;
 
   const Device& device_;
   Masks* const masks_;
+  const std::optional<RankSamples> ranks_;
+  uint32_t rounds_ = 0;  // that ranks have sampled together
+  float* const logits_;  // of this rank's part of the vocabulary
   SampleList list_;
   SampleTask task_;
   std::vector<int> mask_of_;  // of each output: the index of its mask in the step; -1: none
-  Memory host_samples_, host_edits_, host_masks_, host_outputs_;
-  Memory samples_, edits_, bits_, outputs_, sums_;
+  Memory host_samples_, host_edits_, host_masks_, host_outputs_, host_dealt_;
+  Memory samples_, edits_, bits_, outputs_, dealt_, sums_;
 };
 
 }  // namespace as::cuda

@@ -28,7 +28,7 @@ bool SampleList::add(const Batch& batch, int row, int mask) {
   const bool scores = out.wanted == Wanted::score;
   const SamplingParams& p = scores ? scoring_params() : slot.sampling;
   RowSample sample{};
-  sample.row = row, sample.kind = kind_of(p), sample.mask = mask;
+  sample.row = sample.output = row, sample.kind = kind_of(p), sample.mask = mask;
   sample.target = scores ? slot.history[out.history] : -1;
   sample.top_k = p.top_k, sample.top_p = p.top_p;
   sample.top_logprobs = p.logprobs() ? p.top_logprobs : -1;

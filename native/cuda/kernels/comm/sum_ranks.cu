@@ -14,8 +14,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/kernels/comm/peer_waits.cuh"
 #include "cuda/kernels/comm/sum_ranks.h"
-#include "cuda/kernels/common/device.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -23,49 +23,6 @@ namespace {
 
 constexpr int kThreads = 512, kEight = 8;
 constexpr int kBlocks = 2;  // CTAs of an SM
-constexpr int kLooks = 64;  // polls between two reads of the clock
-
-__device__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
-
-__device__ void tell(uint32_t* flag, uint32_t call) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(call) : "memory");
-}
-
-__device__ bool has_come(const uint32_t* flag, uint32_t call) {
-  uint32_t seen;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-  return (int32_t)(seen - call) >= 0;
-}
-
-// Waits for other ranks, up to the time limit. The host's memory is only written: when all CTAs read it, the reads took
-// a quarter of a millisecond, and this rank was late for the next sum.
-class Wait {
- public:
-  __device__ explicit Wait(const Peers& peers) : peers_(peers), given_up_(peers.flags[peers.rank] + kMaxRanks) {}
-  // Whether to go on waiting for rank r. Once a rank has missed the limit, all waits return false. The sums are then
-  // useless, and the host reports it (Exchange::check_waits).
-  __device__ bool goes_on(int r) {
-    if (++looks_ % kLooks) return true;
-    const uint64_t now = nanoseconds();
-    if (looks_ == kLooks) began_ = now;
-    if (*given_up_) return false;
-    if (now - began_ <= peers_.limit) return true;
-    *given_up_ = 1;
-    *const_cast<volatile int*>(peers_.failed) = 1 + r;
-    __threadfence_system();
-    return false;
-  }
-
- private:
-  const Peers& peers_;
-  volatile uint32_t* given_up_;
-  int looks_ = 0;
-  uint64_t began_ = 0;
-};
 
 // Signals that this rank has reached a call, and waits for the others, each by one thread.
 __device__ void meet(const Peers& p, uint32_t call) {
@@ -73,7 +30,7 @@ __device__ void meet(const Peers& p, uint32_t call) {
   if (r < p.world && r != p.rank) {
     if (blockIdx.x == 0) tell(p.flags[r] + p.rank, call);
     const uint32_t* flag = p.flags[p.rank] + r;
-    Wait wait(p);
+    Wait wait(p, PeerWait::sum);
     while (!has_come(flag, call) && wait.goes_on(r)) {}
   }
   __syncthreads();
@@ -183,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
   if (s.norm.weight && first < width) weights_of(first, weights);
   await_previous();
   const size_t half = s.call % 2 * peers.buffer_bytes;
-  Wait wait(peers);
+  Wait wait(peers, PeerWait::sum);
   if constexpr (!kPushed) {
     meet(peers, (uint32_t)*peers.step * s.calls + s.call + 1);
   } else if (!s.on_its_way) {

@@ -9,6 +9,11 @@ constexpr int kMaxRanks = 8;
 // the other ranks. A value that has not arrived has all bits set; no result rounds to that.
 constexpr int kPushedRows = 256;
 constexpr int kNotYet = 0xffff;
+// What a kernel waits for, from another rank.
+enum class PeerWait { sum, argmax, logits, samples };
+// How a kernel reports a wait that has missed the time limit: never 0.
+AS_BOTH constexpr int failure_of(PeerWait what, int rank) { return 1 + rank + kMaxRanks * (int)what; }
+
 // Memory of all ranks' GPUs, which all ranks read and write (exchange.h).
 struct Peers {
   int rank = 0, world = 1;
@@ -19,7 +24,7 @@ struct Peers {
   char* pushed[kMaxRanks];          // on each rank, for even and odd calls, for each rank: the values it pushed
   size_t pushed_bytes = 0;          // of one rank and call; 0: nothing is pushed
   const int* step = nullptr;        // number of previous steps, the same on all ranks
-  int* failed = nullptr;            // in host memory: 0, or 1 + the rank that has missed the time limit
+  int* failed = nullptr;            // in host memory: 0, or failure_of() a wait that has missed the time limit
   uint64_t limit = 0;               // ns
 
   // Where rank `on` receives the values of rank `of`.

@@ -3,6 +3,7 @@
 
 #include "cuda/kernels/norm/norm.h"
 #include "cuda/kernels/quantize/quantized.cuh"
+#include "cuda/kernels/sampling/argmax.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -18,15 +19,8 @@ __device__ float value_of(const Matrix& m, int row, int column) {
 
 // A warp merges the parts of an argmax and returns the token, or 0 if there is none.
 __device__ int sampled_token(const Argmax* parts) {
-  static_assert(kArgmaxParts == 32);
-  Argmax best = parts[threadIdx.x % 32];
-  for (int step = 1; step < 32; step *= 2) {  // on ties the lower id wins
-    const Argmax later = {__shfl_down_sync(0xffffffffu, best.logit, step),
-                          __shfl_down_sync(0xffffffffu, best.token, step),
-                          __shfl_down_sync(0xffffffffu, best.not_finite, step)};
-    add_part(best, later);
-  }
-  return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
+  const Argmax best = merged_by_warp(parts);
+  return best.not_finite ? 0 : max(best.token, 0);
 }
 
 // If there are few rows, several CTAs share one: each thread then waits for memory only once.

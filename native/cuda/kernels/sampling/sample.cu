@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
   const RowSample& sample = task.samples[blockIdx.x];
   float* logits = task.logits + (size_t)sample.row * task.width;
   static_assert(kArgmaxParts == 32, "a lane has a part");
-  const Argmax& part = task.argmax[sample.row * kArgmaxParts + threadIdx.x % 32];
+  const Argmax& part = task.argmax[sample.output * kArgmaxParts + threadIdx.x % 32];
   const int bad = of_lanes(part.not_finite, [](int a, int b) { return a + b; });
   const float most = of_lanes(part.token >= 0 ? part.logit : -INFINITY, [](float a, float b) { return greater(a, b); });
   const bool numbers = !bad && most > -INFINITY;
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SampleTask task) {
   }
   if (threadIdx.x) return;
   // The next step reads sampled tokens where it reads argmax tokens.
-  if (numbers && sample.target < 0) task.argmax[sample.row * kArgmaxParts] = {INFINITY, token, 0};
+  if (numbers && sample.target < 0) task.argmax[sample.output * kArgmaxParts] = {INFINITY, token, 0};
   to.token = numbers ? token : -1;
   to.logprob = numbers && sample.top_logprobs >= 0 ? (float)(logits[token] - log_norm) : 0.0f;
   to.status = numbers ? SampleStatus::kOk : SampleStatus::kNotFinite;

@@ -14,7 +14,7 @@ struct Edit {
 
 // A row to sample from or to score. Parameters are those of sampling/sampler.h.
 struct RowSample {
-  int32_t row;  // of the logits
+  int32_t row, output;  // of the logits, and of the argmaxes
   sampling::SamplingKind kind;
   int32_t target;               // id to score instead of sampling; -1: none
   int32_t top_k, top_logprobs;  // top_logprobs: -1 if no log probabilities are wanted
