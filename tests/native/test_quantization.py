@@ -218,6 +218,25 @@ def test_bits_do_not_depend_on_rows_threads_or_place(dtype, group):
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("k, group", [(2049, 0), (200, 16), (136, 24), (1031, 32), (1544, 64), (500, 80), (1000, 96),
+                                      (1600, 128), (2100, 512), (2100, 1024)])
+def test_many_rows_have_the_bits_of_one(dtype, k, group):
+    """AMX multiplies one row by vector instructions and many rows by tiles, whose shape depends on the group."""
+    rng = np.random.default_rng(k)
+    n, m = 7 * 32 + 5, 417  # more panels than totals are kept of, and rows in two parts
+    executor = _native.Executor(num_threads=1)
+    weights, x, bias = with_outliers(rng, (n, k)), with_outliers(rng, (m, k)), rng.normal(size=n).astype(np.float32)
+    x[20] = 0
+    handle = matrix(executor, weights, dtype, group)
+    chosen = [0, 15, 16, 20, 31, 32, 207, 208, 209, 416]
+    rows = bits_of([executor.multiply(handle, x[row:row + 1], n, bias)[0] for row in chosen])
+    for count in (16, 17, 33, m):
+        got = bits_of(executor.multiply(handle, x[:count], n, bias))
+        for row, expected in zip(chosen, rows):
+            assert row >= count or np.array_equal(got[row], expected)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("group", [0, 32])
 def test_rows_are_read_back(dtype, group):
     rng = np.random.default_rng(3)

@@ -48,7 +48,9 @@ void tile_zero() {
 template <int T>
 void tile_load(const void* p, int64_t stride) {
   auto& t = configured_tiles();
-  for (int r = 0; r < t.config.rows[T]; r++) std::memcpy(t.data[T][r], (const char*)p + r * stride, 64);
+  std::memset(t.data[T], 0, sizeof t.data[T]);
+  for (int r = 0; r < t.config.rows[T]; r++)
+    std::memcpy(t.data[T][r], (const char*)p + r * stride, t.config.row_bytes[T]);
 }
 template <int T>
 void tile_load_far(const void* p, int64_t stride) {
@@ -84,6 +86,18 @@ void tile_dot_s8u8() {
     _mm512_storeu_si512(t.data[C][r], c);
   }
 }
+template <int C, int A, int B>
+void tile_dot_s8s8() {
+  auto& t = configured_tiles();
+  for (int r = 0; r < t.config.rows[C]; r++)
+    for (int j = 0; j < 16; j++) {
+      int32_t c;
+      std::memcpy(&c, t.data[C][r] + 4 * j, 4);
+      for (int i = 0; i < t.config.row_bytes[A]; i++)
+        c += (int8_t)t.data[A][r][i] * (int8_t)t.data[B][i / 4][4 * j + i % 4];
+      std::memcpy(t.data[C][r] + 4 * j, &c, 4);
+    }
+}
 
 #else
 
@@ -115,6 +129,11 @@ AS_INLINE void tile_dot_bf16() {
 template <int C, int A, int B>
 AS_INLINE void tile_dot_s8u8() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+// The same with signed bytes in B.
+template <int C, int A, int B>
+AS_INLINE void tile_dot_s8s8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #endif

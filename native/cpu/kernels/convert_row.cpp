@@ -59,9 +59,14 @@ void quantize_planes(const Packed& w, const ConvertedLayout& at, const float* x,
       sums[0] = iadd(sums[0], high);
       sums[1] = iadd(sums[1], low);
     }
+    int32_t plane_sums[2];
     for (int p = 0; p < P; p++) {
-      const int32_t sum = isum(sums[p]);
-      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &sum, 4);
+      plane_sums[p] = isum(sums[p]);
+      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &plane_sums[p], 4);
+    }
+    if (at.float_sums_at) {  // rounded as the recipe of matmul_integer.cpp says
+      const float low = (float)plane_sums[P - 1], sum = P == 1 ? low : std::fma(256.0f, (float)plane_sums[0], low);
+      std::memcpy(out + at.float_sums_at + 4 * (size_t)g, &sum, 4);
     }
   }
   const size_t used = kWhole ? ((size_t)w.k + 3) / 4 * 8 : w.k;
@@ -74,6 +79,7 @@ void quantize_row(const Packed& w, const float* x, char* out) {
   std::memcpy(out + at.scale_at, &row.scale, 4);
   if (row.inverse == 0) {
     std::memset(out, 0, at.scale_at);
+    if (at.float_sums_at) std::memset(out + at.float_sums_at, 0, at.values_at - at.float_sums_at);
     std::memset(out + at.values_at, 0, at.bytes - at.values_at);
     return;
   }
@@ -101,7 +107,12 @@ void round_to_pairs(const Packed& w, const float* x, char* out) {
 ConvertedLayout converted_layout(const Packed& w) {
   int value_bytes = 1;
   if (w.planes) with_format(w, [&](auto format, auto) { value_bytes = sizeof(typename decltype(format)::Value); });
-  ConvertedLayout at = converted_row_layout(w, value_bytes);
+#if defined(AS_ISA_AMX)
+  const bool float_sums = w.planes && w.groups() > 1;
+#else
+  const bool float_sums = false;
+#endif
+  ConvertedLayout at = converted_row_layout(w, value_bytes, float_sums);
 #if defined(AS_ISA_AVX512_BF16)
   // With an odd number of cache lines, a tile's rows do not map to the same set of the first-level cache.
   if (w.pairs || w.planes) at.bytes = (at.bytes / 64 | 1) * 64;

@@ -70,30 +70,23 @@ struct Scales {
   }
 };
 
-// Adds a group by the recipe of matmul_integer.cpp, whose exact sums allow kernels to be mixed. sums: of a row; the low
-// plane's sums are one tile further. activations: the group's sum of the first plane's values; the second plane's sum
-// is `apart` bytes further. middle: log2 of the format's middle. kSmall: both planes' sum fits 32 bits (groups of up to
-// 512), which gives the same bits with fewer instructions.
-template <int Planes, bool kSmall>
-AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const Scales& scales,
-                         vf (&total)[NV]) {
-  auto sum_of = [&](int plane, int v) { return _mm512_loadu_si512(sums + plane * kAmxRows * NR * 4 + v * W * 4); };
-  auto value_of = [&](__m512i sum, __m512i of_activations) {
+// The total of one group for all of K, by the recipe of matmul_integer.cpp, whose exact sums allow kernels to be mixed.
+// sums: of a row; the low plane's sums are one tile further. activations: the sum of the first plane's values; the
+// second plane's sum follows. middle: log2 of the format's middle.
+template <int Planes>
+AS_INLINE void total_of(const char* sums, int middle, const char* activations, const Scales& scales, vf (&total)[NV]) {
+  auto value_of = [&](int plane, int v, __m512i of_activations) {
+    const __m512i sum = _mm512_loadu_si512(sums + plane * kAmxRows * NR * 4 + v * W * 4);
     return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_slli_epi32(of_activations, middle)));
   };
-  auto together = [](__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); };
-  const __m512i first = iset_bytes(activations), second = Planes == 2 ? iset_bytes(activations + apart) : first;
-  constexpr bool kTogether = Planes == 2 && kSmall;
-  const __m512i both = kTogether ? together(first, second) : first;
-  const vf sum = Planes == 1 || kTogether ? _mm512_cvtepi32_ps(both)
-                                          : vfma(vset(256.0f), _mm512_cvtepi32_ps(first), _mm512_cvtepi32_ps(second));
+  const __m512i first = iset_bytes(activations), second = Planes == 2 ? iset_bytes(activations + 4) : first;
+  const vf sum = Planes == 1 ? _mm512_cvtepi32_ps(first)
+                             : vfma(vset(256.0f), _mm512_cvtepi32_ps(first), _mm512_cvtepi32_ps(second));
 #pragma GCC unroll 2
   for (int v = 0; v < NV; v++) {
-    vf value;
-    if (kTogether) value = value_of(together(sum_of(0, v), sum_of(1, v)), both);
-    else if (Planes == 2) value = vfma(vset(256.0f), value_of(sum_of(0, v), first), value_of(sum_of(1, v), second));
-    else value = value_of(sum_of(0, v), first);
-    total[v] = vfma(vload(scales.values + NR + v * W), sum, vfma(vload(scales.values + v * W), value, total[v]));
+    vf value = value_of(0, v, first);
+    if (Planes == 2) value = vfma(vset(256.0f), value, value_of(1, v, second));
+    total[v] = vfma(vload(scales.values + NR + v * W), sum, vfma(vload(scales.values + v * W), value, vzero()));
   }
 }
 
@@ -112,13 +105,13 @@ struct ChannelRow {
   const float* bias;
   const Activations& a;
   const ConvertedLayout at;
+  const int middle = w.format == Format::int4 || w.format == Format::w4a8 ? 3 : 7;
   Scales scales = {};
   Bias add = {};
   void begin(int p) { scales.set(w, p, 0), add.set(bias, p, w.n); }
   AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
     const char* activations = a.converted + row * a.stride;
-    for (int v = 0; v < NV; v++) value[v] = vzero();
-    add_group<Planes, false>((const char*)sums, 7, activations, 4, scales, value);
+    total_of<Planes>((const char*)sums, middle, activations, scales, value);
     scale_row(activations, at, bias ? add.values : nullptr, value);
   }
 };
@@ -138,26 +131,32 @@ struct Plain {
 };
 
 // silu(gate) * up, in float32 or rounded to bfloat16.
+AS_INLINE void fetch_gated(const GatedOutput& out, int p, int row) {
+  if (out.rounded) return prefetch_far(out.rounded + row * out.rounded_stride + p * NR * 2);
+  for (int v = 0; v < NV; v++) prefetch_far(out.y + (size_t)row * out.ldy + p * NR + v * W);
+}
+AS_INLINE void write_gated(const GatedOutput& out, int p, int row, const vf (&gate)[NV], const vf (&up)[NV]) {
+  vf value[NV];
+  for (int v = 0; v < NV; v++) value[v] = vsilu_mul(gate[v], up[v]);
+  if (out.rounded) {
+    const __m512bh both = _mm512_cvtne2ps_pbh(value[1], value[0]);
+    std::memcpy(out.rounded + row * out.rounded_stride + p * NR * 2, &both, sizeof both);
+  } else {
+    for (int v = 0; v < NV; v++) vstore(out.y + (size_t)row * out.ldy + p * NR + v * W, value[v]);
+  }
+}
+
 template <typename Row>
 struct Gated {
   Row gate, up;
   const GatedOutput& out;
   int half, p = 0;
   void begin(int panel) { gate.begin(p = panel), up.begin(p + half); }
-  AS_INLINE void fetch(int row) const {
-    if (out.rounded) return prefetch_far(out.rounded + row * out.rounded_stride + p * NR * 2);
-    for (int v = 0; v < NV; v++) prefetch_far(out.y + (size_t)row * out.ldy + p * NR + v * W);
-  }
+  AS_INLINE void fetch(int row) const { fetch_gated(out, p, row); }
   AS_INLINE void row(int row, const float* gate_sums, const float* up_sums) const {
     vf g[NV], u[NV];
     gate(row, gate_sums, g), up(row, up_sums, u);
-    for (int v = 0; v < NV; v++) g[v] = vsilu_mul(g[v], u[v]);
-    if (out.rounded) {
-      const __m512bh both = _mm512_cvtne2ps_pbh(g[1], g[0]);
-      std::memcpy(out.rounded + row * out.rounded_stride + p * NR * 2, &both, sizeof both);
-    } else {
-      for (int v = 0; v < NV; v++) vstore(out.y + (size_t)row * out.ldy + p * NR + v * W, g[v]);
-    }
+    write_gated(out, p, row, g, u);
   }
 };
 

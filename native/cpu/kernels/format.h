@@ -140,20 +140,23 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
 }
 
 // convert_row() converts each row of activations once a linear, for formats that need it. One row's block:
-//   [planes][groups] int32 sums of a plane's values within each group, then the float32 scale. The values begin at the
-//   next multiple of 64 bytes, zero-padded to whole cache lines: int8 for each plane, or int16 for kernels that
-//   multiply 16 bits.
+//   [planes][groups] int32 sums of a plane's values within each group, then the float32 scale and, for tiles, [groups]
+//   float32 sums of both planes. The values begin at the next multiple of 64 bytes, zero-padded to whole cache lines:
+//   int8 for each plane, or int16 for kernels that multiply 16 bits.
 // For bfloat16 in pairs: the row rounded to bfloat16, zero-padded to a multiple of 32 values.
 struct ConvertedLayout {
   size_t scale_at = 0, values_at = 0, plane_bytes = 0, bytes = 0;
+  size_t float_sums_at = 0;  // 0: there are none
 };
-AS_INLINE ConvertedLayout converted_row_layout(const Packed& m, int value_bytes) {
+AS_INLINE ConvertedLayout converted_row_layout(const Packed& m, int value_bytes, bool float_sums) {
   auto aligned = [](size_t x) { return (x + 63) / 64 * 64; };
   if (m.pairs) return {0, 0, 0, aligned((size_t)m.k * 2)};
   if (!m.planes) return {};
-  const size_t sums = (size_t)m.groups() * 4;
-  const size_t values_at = aligned(m.planes * sums + 4), plane = aligned(((size_t)m.k + 7) / 8 * 8 * value_bytes);
-  return {m.planes * sums, values_at, plane, values_at + (value_bytes == 2 ? 1 : m.planes) * plane};
+  const size_t sums = (size_t)m.groups() * 4, floats_at = m.planes * sums + 4;
+  const size_t values_at = aligned(floats_at + (float_sums ? sums : 0)),
+               plane = aligned(((size_t)m.k + 7) / 8 * 8 * value_bytes);
+  return {m.planes * sums, values_at, plane, values_at + (value_bytes == 2 ? 1 : m.planes) * plane,
+          float_sums ? floats_at : 0};
 }
 
 // Rows of activations: x [m, k] with row stride ldx, and convert_row()'s blocks, `stride` bytes a row.

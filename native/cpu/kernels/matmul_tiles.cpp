@@ -1,5 +1,5 @@
-// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and integers, per channel or in groups;
-// also silu(gate) * up of a matrix that holds both.
+// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and integers per channel; also silu(gate) * up of a
+// matrix that holds both. (Integers in groups: matmul_tile_groups.cpp.)
 //
 // The 16-bit activations of int8 and int4 are two planes of int8 (matmul_integer.cpp). Their second tile of rows is the
 // low plane of the first one.
@@ -41,12 +41,12 @@ constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kPair = 2 * kAmxRows;           // rows of a block of accumulators
 constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
 constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second level (shared by two threads of a core),
-constexpr size_t kStayBytes = 1 << 20;     // at most
-constexpr int kWhole = 48, kCut = 32;      // steps up to which K is undivided, and of a split-K part otherwise
-constexpr int kCutRows = 256;              // rows of a block, if K is split
-constexpr size_t kGroupBytes = 640 << 10;  // of panels that a pass of the rows uses: a third of the second level
-constexpr int kWidenedSteps = 8;           // steps of a widened part of a panel: 16 KB
-constexpr int kPrefetch = 4096;            // bytes ahead, if weights come from memory
+constexpr size_t kStayBytes = 1 << 20;       // at most
+constexpr int kWhole = 48, kCut = 32;        // steps up to which K is undivided, and of a split-K part otherwise
+constexpr int kCutRows = 256;                // rows of a block, if K is split
+constexpr size_t kGroupBytes = 640 << 10;    // of panels that a pass of the rows uses: a third of the second level
+constexpr size_t kWidenedBytes = 768 << 10;  // of panels of 4-bit weights, widened
+constexpr int kPrefetch = 4096;              // bytes ahead, if weights come from memory
 static_assert(NR == 2 * kAmxRows);
 
 // The number of split-K parts, the longest of them, and how many panels' parts make a group.
@@ -388,74 +388,38 @@ void multiply_plain(const Packed& w, const Activations& a, const ConvertedLayout
   else multiply<F, 1>(w, a, at, m, p0, p1, weights, finish);
 }
 
-// Widens `steps` steps of 4-bit weights to bytes.
+// Widens a panel of 4-bit weights in one group to bytes.
 void widen(const char* w, int steps, char* out) {
   const __m512i mask = _mm512_set1_epi8(15);
   for (int i = 0; i < steps * 8 * NV; i++, w += 64) {  // W lanes of eight k
     const __m512i raw = _mm512_loadu_si512(w);
+    prefetch_far(w + kPrefetch);
     char* to = out + (i / NV) * (2 * NR * 4) + (i % NV) * 64;
     _mm512_store_si512(to, _mm512_and_si512(raw, mask));
     _mm512_store_si512(to + NR * 4, _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask));
   }
 }
 
-// Groups that consist of whole steps.
-template <int Planes>
-void multiply_groups(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
-                     int p1) {
-  using F = TileBytes<Planes>;
-  constexpr int kHeight = kPair / Planes;
-  const ConvertedLayout at = converted_layout(w);
-  const bool nibbles = bits_of(w.format) == 4;
-  const int64_t second = Planes == 2 ? (int64_t)at.plane_bytes : kAmxRows * (int64_t)a.stride;
-  const Results results{w, y, ldy};
-  auto nothing = []() {};
-  Tiles tiles;
-  alignas(64) char sums[2][kPair * NR * 4];
-  alignas(64) char wide[kWidenedSteps * kPanelStepBytes];
-  alignas(64) float totals[kCutRows * NR];
-  alignas(64) Scales scales;
-  for (int m0 = 0; m0 < m; m0 += kCutRows)
-    for (int p = p0; p < p1; p++) {
-      const int end = std::min(m, m0 + kCutRows);
-      Bias add;
-      add.set(bias, p, w.n);
-      for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
-        const int steps = (w.group_k(g) + F::kStep - 1) / F::kStep;
-        const char* weights = w.weights(p, g);
-        if (nibbles) widen(weights, steps, wide), weights = wide;
-        scales.set(w, p, g);
-        auto fold = [&](int r0) __attribute__((always_inline)) {
-          const int rows = std::min(kHeight, end - r0);
-          const char* sum = sums[(r0 - m0) / kHeight % 2];
-          for (int r = 0; r < rows; r++) {
-            const char* row = a.converted + (r0 + r) * a.stride;
-            float* kept = totals + (r0 - m0 + r) * NR;
-            vf total[NV];
-            for (int v = 0; v < NV; v++) total[v] = g ? vload(kept + v * W) : vzero();
-            add_group<Planes, true>(sum + r * NR * 4, nibbles ? 3 : 7, row + 4 * g, 4 * (size_t)w.groups(), scales,
-                                    total);
-            if (g + 1 < w.groups()) {
-              for (int v = 0; v < NV; v++) vstore(kept + v * W, total[v]);
-              continue;
-            }
-            scale_row(row, at, bias ? add.values : nullptr, total);
-            results.write(p, r0 + r, total);
-          }
-        };
-        for (int r0 = m0; r0 < end; r0 += kHeight) {
-          const int rows = std::min(kHeight, end - r0);
-          tiles.configure(rows, Planes);
-          const char* x = a.converted + r0 * a.stride + at.values_at + k0;
-          char* to = sums[(r0 - m0) / kHeight % 2];
-          if (Planes == 2 || rows > kAmxRows)
-            block<F, 2, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
-          else block<F, 1, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
-          if (r0 > m0) fold(r0 - kHeight);  // overlaps with these products
-        }
-        fold(m0 + (end - m0 - 1) / kHeight * kHeight);
-      }
-    }
+alignas(64) thread_local char widened[kWidenedBytes];
+size_t widened_bytes(const Packed& w) { return (size_t)((w.k + 63) / 64) * kPanelStepBytes; }
+// Whether 4-bit weights in one group are widened for m rows.
+bool widens(const Packed& w, int m, int parts) { return m >= 16 && widened_bytes(w) * parts <= kWidenedBytes; }
+
+// Calls multiply(u0, u1, weights) for units [u0, u1) of panels with their bytes: the stored ones or, of 4-bit weights,
+// widened ones of as many units as stay in the second-level cache. parts: panels of a unit, w.panels() / 2 apart.
+template <typename Multiply>
+void with_bytes(const Packed& w, int u0, int u1, int parts, Multiply&& multiply) {
+  if (bits_of(w.format) == 8) return multiply(u0, u1, [&](int p) { return w.weights(p, 0); });
+  const int steps = (w.k + 63) / 64, half = w.panels() / 2;
+  const size_t bytes = widened_bytes(w);
+  const int most = (int)(kWidenedBytes / (bytes * parts));
+  for (int first = u0; first < u1; first += most) {
+    const int end = std::min(u1, first + most);
+    auto place = [&](int u, int part) { return widened + ((size_t)(u - first) * parts + part) * bytes; };
+    for (int u = first; u < end; u++)
+      for (int part = 0; part < parts; part++) widen(w.weights(u + part * half, 0), steps, place(u, part));
+    multiply(first, end, [&](int p) { return parts == 2 && p >= half ? place(p - half, 1) : place(p, 0); });
+  }
 }
 
 // Calls work with w.planes as a constant.
@@ -474,21 +438,15 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
     return true;
   }
   if (!w.planes || m < kFew) return false;
-  const bool bytes = bits_of(w.format) == 8;
-  if (bytes && w.groups() == 1) {
-    const ConvertedLayout at = converted_layout(w);
-    with_planes(w, [&](auto planes) {
-      multiply_plain<TileBytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, p0, p1,
-                                        [&](int p) { return w.weights(p, 0); });
+  // With groups, a tile's sums are added to the totals every few steps, so tiles pay off later.
+  if (w.groups() > 1) return matmul_tile_groups(w, a, bias, y, ldy, m, p0, p1);
+  if (bits_of(w.format) == 4 && !widens(w, m, 1)) return false;
+  const ConvertedLayout at = converted_layout(w);
+  with_planes(w, [&](auto planes) {
+    with_bytes(w, p0, p1, 1, [&](int begin, int end, auto&& weights) {
+      multiply_plain<TileBytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, begin, end, weights);
     });
-    return true;
-  }
-  // Only a single group need not be a whole number of steps. With groups, a tile's sums are added to the totals every
-  // few steps, so tiles pay off from about 16 rows on (measured relative to VNNI: 0.9 at 8 rows, 1.1 at 16, 1.2 to 1.3
-  // at 32).
-  if (w.groups() > 1 && (m < 2 * kFew || w.group % TileBytes<1>::kStep)) return false;
-  if (w.group > kWidenedSteps * TileBytes<1>::kStep) return false;  // limit of `wide` and add_group()
-  with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
+  });
   return true;
 }
 
@@ -501,12 +459,15 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
         w, a, {}, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; }, Gated<BFloatRow>{row, row, out, half});
     return true;
   }
-  if (!w.planes || bits_of(w.format) != 8 || w.groups() > 1) return false;
+  if (!w.planes) return false;
+  if (w.groups() > 1) return matmul_gated_tile_groups(w, a, bias, out, m, p0, p1);
+  if (bits_of(w.format) == 4 && !widens(w, m, 2)) return false;
   const ConvertedLayout at = converted_layout(w);
   with_planes(w, [&](auto planes) {
     const ChannelRow<planes> row{w, bias, a, at};
-    multiply<TileBytes<planes>, 2>(
-        w, a, at, m, p0, p1, [&](int p) { return w.weights(p, 0); }, Gated<ChannelRow<planes>>{row, row, out, half});
+    with_bytes(w, p0, p1, 2, [&](int begin, int end, auto&& weights) {
+      multiply<TileBytes<planes>, 2>(w, a, at, m, begin, end, weights, Gated<ChannelRow<planes>>{row, row, out, half});
+    });
   });
   return true;
 }

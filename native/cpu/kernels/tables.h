@@ -18,6 +18,10 @@ ConvertedLayout converted_layout(const Packed& w);
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                         int p1);
+bool matmul_tile_groups(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
+                        int p1);
+bool matmul_gated_tile_groups(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m,
+                              int p0, int p1);
 double multiply_tile_registers(int64_t rounds, bool integers);
 #endif
 void convert_row(const Packed& w, const float* x, char* out);
