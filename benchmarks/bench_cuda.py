@@ -2,10 +2,10 @@
 and the fraction of the roofline.
 
 `python bench_cuda.py [7b|0.5b|30b-a3b|gpt-oss-20b|gpt-oss-120b] [ranks=2] [decode=1,8,32] [prefill=1x1024]
-[context=8000x1] [mixed=204+1702,0+1906] [format=int4:64] [cache=bfloat16] [threads=1]`
+[context=8000x1] [mixed=204+1702,0+1906] [format=int4:64] [cache=bfloat16] [threads=1] [warm=1]`
 
 `mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
-such cell it prints what each op took.
+such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load.
 
 `format=mxfp4` is for experts; all else is bfloat16 then. gpt-oss' sinks, windows and biases are left out.
 
@@ -173,6 +173,17 @@ class Model:
         print(f"{name}: {e.weight_bytes() / 1e9:.2f} GB, cache {e.cache_bytes() / 1e9:.2f} GB, compiled in "
               f"{time.perf_counter() - began:.2f} s", flush=True)
 
+    def warm_up(self) -> str:
+        """Runs the warm-up of all sizes of steps; what it took."""
+        before, began, longest = self.e.free_bytes(), time.perf_counter(), 0.0
+        done, total = self.e.warm_up(0)
+        while done < total:
+            at = time.perf_counter()
+            done, total = self.e.warm_up(1)
+            longest = max(longest, time.perf_counter() - at)
+        return (f"warm-up: {total} sizes in {time.perf_counter() - began:.2f} s, the longest {1e3 * longest:.0f} ms, "
+                f"{(before - self.e.free_bytes()) / 2**20:.0f} MiB")
+
     def start(self, slots: int, length: int, cached: int = 0, draws: bool = True):
         """A step that computes the rest of prompts whose first positions count as cached."""
         block = SamplingParams(do_sample=False, prompt_len=length).encode()
@@ -268,6 +279,8 @@ def main(arguments: list[str]) -> None:
             model = Model(name, chunk, slots, length, rank, ranks, path, asked.get("format", "bfloat16"),
                           asked.get("cache", "bfloat16"))
             show = print if rank == 0 else lambda *_, **__: None
+            if "warm" in asked:
+                show(model.warm_up(), flush=True)
             run(model, decode, contexts, prefill, chunk, show)
             run_mixed(model, mixed, show)
             if model.window:

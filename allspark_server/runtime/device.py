@@ -96,6 +96,12 @@ class Device:
         """
         executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
 
+    def warm_up(self, executor: Any, count: int) -> tuple[int, int]:
+        """Has an allocated executor run up to `count` of the steps that prepare it for requests, between steps; all
+        ranks together. Returns how many of them have run, of how many.
+        """
+        return 0, 0
+
     def meter(self) -> RooflineMeter | GpuRooflineMeter:
         """A measurement of the device's peak rates."""
         raise NotImplementedError
@@ -295,6 +301,10 @@ class Gpu(Device):
         super().allocate(executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters)
         for row in executor.kernels():
             logger.debug("kernel of %(op)s, %(shape)s, rows %(first)s to %(last)s: %(kernel)s", row)
+
+    def warm_up(self, executor: Any, count: int) -> tuple[int, int]:
+        """See `Device.warm_up`."""
+        return executor.warm_up(count)
 
     def meter(self) -> GpuRooflineMeter:
         """See `Device.meter`."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_STEPS = 4           # of one call, between which steps of other models run
+WARM_UP_SECONDS = 60.0      # of a model's whole warm-up; what it leaves out is done when requests need it
+
 
 class Group:
     """Rank 0's view of a group, here of one process without MPI. All calls come from the engine's thread.
@@ -46,7 +49,8 @@ class Group:
         self.models = RankModels(cpus=cpus)
         self._on_failure = on_failure
         self._config = AsModelConfig()   # of the current load
-        self._allocating = False
+        self._phase = "load"             # or "allocate", "warm up"
+        self._phase_began = 0.0
         self._held: dict[bytes, int] = {}
         self._results: list[str] = []       # each rank's digest of results
         self._steps = Steps()
@@ -67,7 +71,7 @@ class Group:
 
     def start_load(self, config: AsModelConfig) -> None:
         """Start to load a model on every rank while other models' steps run. One load at a time."""
-        self._config, self._allocating = config, False
+        self._config, self._phase = config, "load"
         self._call("start_load", config=config.to_dict())
 
     def poll_load(self) -> ModelInfo | None:
@@ -79,18 +83,35 @@ class Group:
         answers = self._poll_answers()
         if answers is None:
             return None
-        if self._allocating:
+        name = self._config.model_name
+        if self._phase == "allocate":
             self._held = held_by_all(answer.held for answer in answers)
-            info = self.models.info
-            assert info is not None  # every rank has answered
-            return self._with_results(info)
+            if not self._config.on_gpus:
+                return self._loaded()
+            self._phase, self._phase_began = "warm up", time.monotonic()
+            self._call("warm_up", name=name, count=WARM_UP_STEPS)
+            return None
+        if self._phase == "warm up":
+            left, seconds = max(answer.value for answer in answers), time.monotonic() - self._phase_began
+            if left and seconds < WARM_UP_SECONDS:
+                self._call("warm_up", name=name, count=WARM_UP_STEPS)
+                return None
+            logger.info("model %r is warmed up in %.2f s%s", name, seconds,
+                        f", except for {left} sizes of steps" if left else "")
+            return self._loaded()
         self._compare_hosts(answers)
-        name, spans = self._config.model_name, min(answer.value for answer in answers)
+        spans = min(answer.value for answer in answers)
         host_spans, digests = min(answer.host_spans for answer in answers), [answer.digest for answer in answers]
         self._call("start_allocate", name=name, num_spans=spans, host_spans=host_spans, digests=digests,
                    addresses=[answer.address for answer in answers])
-        self._allocating = True
+        self._phase = "allocate"
         return None
+
+    def _loaded(self) -> ModelInfo:
+        """The model that all ranks have loaded."""
+        info = self.models.info
+        assert info is not None  # every rank has answered
+        return self._with_results(info)
 
     def _poll_answers(self) -> list[Answer] | None:
         """Every rank's answer; None if one is pending. Raises an exception for failed answers."""

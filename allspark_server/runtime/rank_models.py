@@ -58,9 +58,9 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 class Answer:
     """One rank's report on the load or allocation that it started last.
 
-    value, host_spans: numbers of spans. digest: of the loaded weights or adapter. address: of the rank's device, for
-    other ranks. held: after an allocation, the spans in the rank's host cache. pending: it is not finished. lost: the
-    rank's process can no longer use its device (DeviceLost).
+    value, host_spans: numbers of spans; value after a warm-up: steps that are left of it. digest: of the loaded weights
+    or adapter. address: of the rank's device, for other ranks. held: after an allocation, the spans in the rank's host
+    cache. pending: it is not finished. lost: the rank's process can no longer use its device (DeviceLost).
     """
 
     value: int = 0
@@ -131,8 +131,9 @@ class StepError(Exception):
 class RankModels:
     """One rank's models, with a method for each command.
 
-    progress(name, part): called on the loading thread while weights load; part: 0…1. host: this rank's host, if the
-    group has several; leads: this is its host's first rank.
+    progress(name, part, what): called while weights load, on the loading thread, and while the model warms up; part:
+    0…1; what: "loaded" or "warmed up". host: this rank's host, if the group has several; leads: this is its host's
+    first rank.
     """
 
     def __init__(self, rank: int = 0, world: int = 1, shared_memory: Any = None, cpus: list[int] | None = None,
@@ -141,7 +142,7 @@ class RankModels:
         self.rank, self.world, self.shared_memory, self.cpus = rank, world, shared_memory, cpus
         self.runners: dict[str, ModelRunner] = {}
         self.info: ModelInfo | None = None      # of the last loaded model
-        self.progress: Callable[[str, float], None] = lambda name, part: None
+        self.progress: Callable[[str, float, str], None] = lambda name, part, what: None
         self.step_began = 0.0       # on the monotonic clock; 0.0 between steps; read by the heartbeat
         self._affinity = os.sched_getaffinity(0)
         self._background: threading.Thread | None = None    # the last background thread
@@ -175,6 +176,21 @@ class RankModels:
         cancelled = self._cancelled
         self._phase = self._in_background(
             lambda: self._allocate(name, num_spans, host_spans, digests, addresses, cancelled))
+
+    def warm_up(self, name: str, count: int) -> None:
+        """Third phase of a load on GPUs, in several calls, each between steps, as it runs steps itself: kernels of
+        several ranks wait for each other. The answer has the number of steps that are left.
+        """
+        self._phase = Future()
+        self.step_began = time.monotonic()
+        try:
+            done, total = self.runners[name].warm_up(count)
+            self.progress(name, done / max(total, 1), "warmed up")
+            self._phase.set_result(Answer(value=total - done))
+        except BaseException as error:      # as in the background: rank 0 reports it
+            self._phase.set_exception(error)
+        finally:
+            self.step_began = 0.0
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
         """Load an adapter, in one phase. The answer has its digest."""
@@ -305,7 +321,7 @@ class RankModels:
         def progress(done: int, total: int) -> None:
             if cancelled.is_set():
                 raise LoadCancelled(f"the load of model {name!r} was cancelled")
-            self.progress(name, done / max(total, 1))
+            self.progress(name, done / max(total, 1), "loaded")
 
         os.sched_setaffinity(0, self._affinity)     # steps have pinned the parent thread to one CPU
         progress(0, 1)
@@ -317,7 +333,7 @@ class RankModels:
         except BaseException:
             runner.close()
             raise
-        self.progress(name, 1.0)
+        self.progress(name, 1.0, "loaded")
         self.runners[name] = runner
         answer = Answer(value=spans, host_spans=runner.host_spans, digest=runner.digest, address=runner.address,
                         host=self._host)

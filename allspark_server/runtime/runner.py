@@ -188,6 +188,14 @@ class ModelRunner:
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
+    def warm_up(self, count: int) -> tuple[int, int]:
+        """Runs up to `count` of the steps after which no request meets the first launch of a kernel.
+
+        Between steps, on all ranks together, after allocate_cache(). Returns how many of them have run, of how many.
+        """
+        with memory_errors(f"warming up model {self.config.model_name!r}"):
+            return self._device.warm_up(self._executor, count)
+
     def load_adapter(self, index: int, directory: str) -> str:
         """Loads a LoRA adapter while steps run that do not use this index.
 

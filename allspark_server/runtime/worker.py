@@ -119,12 +119,14 @@ class Heartbeat:
         self._state = state
         self.send(**details)
 
-    def progress(self, name: str, part: float) -> None:
-        """Report the loaded part of model `name`, 0…1. At most one call in PROGRESS_SECONDS sends a message."""
+    def progress(self, name: str, part: float, what: str) -> None:
+        """Report the part of model `name` that is loaded or warmed up, 0…1. what: which of them. At most one call in
+        PROGRESS_SECONDS sends a message.
+        """
         now = time.monotonic()
         if part >= 1.0 or now - self._reported > PROGRESS_SECONDS:
             self._reported = now
-            self.send(loading=name, part=part)
+            self.send(loading=name, part=part, what=what)
 
     def send(self, **details: Any) -> None:
         """Send a message now, with these additional fields. Ends the process if the supervisor is gone."""

@@ -156,6 +156,14 @@ void CudaExecutor::load() {
   unloaded_ = false;
 }
 
+std::pair<int, int> CudaExecutor::warm_up(int count) {
+  check_loaded();
+  if (!runner_) throw std::invalid_argument("allocate() before warm_up()");
+  std::pair<int, int> counts = draft_ ? draft_->warm_up(count) : std::pair(0, 0);
+  const auto [done, all] = runner_->warm_up(counts.first < counts.second ? 0 : count);
+  return {counts.first + done, counts.second + all};
+}
+
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
   check_loaded();
   if (drafting_) return drafting_->step(plan, want_logits);

@@ -51,6 +51,8 @@ class CudaExecutor : public Model {
   // runs out.
   void unload();
   void load();
+  // After allocate(), between steps: CudaRunner::warm_up() of this model, and of the draft model.
+  std::pair<int, int> warm_up(int count);
   StepOutput step(const std::string& plan, bool want_logits) override;
   bool begin(const std::string& plan) override;
   void sample() override;

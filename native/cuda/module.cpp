@@ -465,6 +465,9 @@ PYBIND11_MODULE(_cuda, m) {
             e.allocate_host_cache(spans);
           },
           py::arg("spans"), "Allocates a host cache in pinned memory, after allocate() and before any step.")
+      .def("warm_up", &CudaExecutor::warm_up, py::arg("count"), py::call_guard<py::gil_scoped_release>(),
+           "Between steps: runs up to `count` more of the steps that load all kernels and record the graphs of all "
+           "sizes. Returns how many of them have run, of how many. Ranks call it together.")
       .def("unload", &CudaExecutor::unload, py::call_guard<py::gil_scoped_release>(),
            "Between steps: moves the weights to pinned host memory and frees the GPU's memory; the cache's "
            "content is lost.")

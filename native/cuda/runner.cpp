@@ -19,8 +19,6 @@ bool is_greedy(const SamplingParams& p, const Output& out) {
 
 CudaRunner::~CudaRunner() {
   cudaStreamSynchronize(device_.stream());  // a step may be running
-  for (auto& [size, replay] : replays_)
-    if (replay.graph) cudaGraphExecDestroy(replay.graph);
   if (sampled_) cudaEventDestroy(sampled_);
 }
 
@@ -33,7 +31,8 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
       sampler_(sampler),
       ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt),
       workspace_(device, program, weights, limits, adapters),
-      times_(program) {
+      times_(program),
+      graphs_(device) {
   compile(false);
   if (adapters && adapters->targets()) compile(true);
   const OpNode& sample = program.ops().back();
@@ -92,11 +91,10 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
   const bool graph = limits_.graphs && heads && decodes(batch);
-  const int most = std::min({limits_.max_rows, limits_.max_outputs, limits_.max_slots});
-  const int padded = graph ? padded_rows((int)batch.rows.size(), most) : 0;
+  const int padded = graph ? padded_rows((int)batch.rows.size(), limits_.most_decode_rows()) : 0;
   const Size size = workspace_.data->copy(batch, padded, device_);
   begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
-  if (padded && !size.prefill_tiles && !begun_.timed) replay(size);
+  if (padded && !size.prefill_tiles && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
   else launch(size, heads, begun_.timed);
 }
 
@@ -231,40 +229,25 @@ void CudaRunner::set_profiling(bool on) {
   if (on) times_.clear();
 }
 
-// The first step of a size runs launch by launch, which loads its kernels; the second is recorded as a graph.
-void CudaRunner::replay(const Size& size) {
-  if (!graphs_ && !replays_.count(size)) return launch(size, true);
-  const auto [found, first] = replays_.try_emplace(size);
-  if (first) return launch(size, true);
-  Replay& replay = found->second;
-  if (!replay.graph) {
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamBeginCapture(device_.stream(), cudaStreamCaptureModeThreadLocal), "recording a step");
-    try {
-      launch(size, true);
-    } catch (...) {
-      cudaStreamEndCapture(device_.stream(), &graph);
-      if (graph) cudaGraphDestroy(graph);
-      throw;
-    }
-    check(cudaStreamEndCapture(device_.stream(), &graph), "recording a step");
-    const cudaError_t made = cudaGraphInstantiate(&replay.graph, graph, 0);
-    cudaGraphDestroy(graph);
-    if (made == cudaErrorMemoryAllocation) return launch_instead(found, size);
-    check(made, "making a graph of a step");
+std::pair<int, int> CudaRunner::warm_up(int count) {
+  device_.use();
+  if (warm_sizes_.empty()) {
+    warm_sizes_ = warm_up_sizes(workspace_, !forms_[1].launches.empty());
+    if (device_sampler_) device_sampler_->warm_up();
   }
-  const cudaError_t replayed = cudaGraphLaunch(replay.graph, device_.stream());
-  if (replayed == cudaErrorMemoryAllocation)
-    return launch_instead(found, size);  // the first launch of a graph may need memory, too
-  check(replayed, "replaying a step");
-}
-
-// There is no memory for a graph: this step and later sizes run launch by launch.
-void CudaRunner::launch_instead(std::map<Size, Replay>::iterator replay, const Size& size) {
-  cudaGetLastError();
-  if (replay->second.graph) cudaGraphExecDestroy(replay->second.graph);
-  graphs_ = false, replays_.erase(replay);
-  launch(size, true);
+  const int all = (int)warm_sizes_.size();
+  for (; count > 0 && warmed_ < all; count--, warmed_++) {
+    const bool graph = limits_.graphs && !warm_sizes_[warmed_].prefill_tiles;
+    // All ranks run as many steps, because their kernels wait for each other. The first step of a size loads kernels.
+    for (int i = 0; i < (graph ? 2 : 1); i++) {
+      const Size size = workspace_.data->copy_idle(warm_sizes_[warmed_], device_);
+      if (graph && (graphs_.has(size) || graphs_.has_room())) graphs_.run(size, [&] { launch(size, true); });
+      else launch(size, true);
+      device_.wait();
+      if (ranks_) ranks_->exchange.check_waits();
+    }
+  }
+  return {warmed_, all};
 }
 
 }  // namespace as::cuda

@@ -1,16 +1,18 @@
 // Runs the steps of a program that was compiled for one GPU: launches its kernels or replays them as CUDA graphs, and
 // samples.
 #pragma once
-#include <map>
 #include <optional>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "batch/logit_sampler.h"
 #include "batch/queued_decoder.h"
 #include "cuda/ops/ops.h"
 #include "cuda/step/device_sampler.h"
+#include "cuda/step/graphs.h"
 #include "cuda/step/op_times.h"
+#include "cuda/step/warm_up.h"
 
 namespace as::cuda {
 
@@ -36,6 +38,10 @@ class CudaRunner : public QueuedRunner {
   // graphs stay. load() throws std::runtime_error, and changes nothing, if memory runs out.
   void unload() { workspace_.give_back(); }
   void load() { workspace_.take_again(); }
+  // Runs up to `count` more of the steps that load all kernels and record the graphs of all sizes, so that no request
+  // waits for that; their rows are stored nowhere. Returns how many of them have run, of how many. Between steps; with
+  // several ranks all of them call it at once, with the same count.
+  std::pair<int, int> warm_up(int count);
   // Throws std::out_of_range for a row set that is not of experts.
   const Routing& routing(int row_set) const { return workspace_.expert_rows.at(row_set).routing; }
   std::vector<KernelTable::Row> kernels() const { return workspace_.kernels.rows(); }
@@ -51,9 +57,6 @@ class CudaRunner : public QueuedRunner {
     std::vector<Launch> launches;
     size_t heads_from = 0;
   };
-  struct Replay {
-    cudaGraphExec_t graph = nullptr;  // null: the step has run once, launch by launch
-  };
 
   void compile(bool adapted);
   OpTime timed(const std::vector<int>& ops, size_t launches) const;
@@ -61,8 +64,6 @@ class CudaRunner : public QueuedRunner {
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads, bool timed = false);
   void add_times(const Batch& batch);
-  void replay(const Size& size);
-  void launch_instead(std::map<Size, Replay>::iterator replay, const Size& size);
   bool decodes(const Batch& batch) const;
   void assign_samples(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
@@ -91,8 +92,9 @@ class CudaRunner : public QueuedRunner {
   cudaEvent_t sampled_ = nullptr;  // recorded when a step's samples have been copied
   OpTimes times_;
   bool profiling_ = false;
-  std::map<Size, Replay> replays_;
-  bool graphs_ = true;  // false: memory for another graph ran out
+  StepGraphs graphs_;
+  std::vector<Size> warm_sizes_;  // of the steps of warm_up()
+  int warmed_ = 0;                // how many of them have run
 };
 
 }  // namespace as::cuda

@@ -1,5 +1,6 @@
 // The memory that a program's steps use on one GPU: its tensors, the KV cache and scratch memory.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <vector>
@@ -21,6 +22,8 @@ struct Limits {
   DType16 cache_dtype = DType16::bf16;   // of a 16-bit cache
   bool graphs = true;                    // replay decode steps as CUDA graphs; the bits are the same
   size_t partial_bytes = kPartialBytes;  // most memory for attention's partial results
+
+  int most_decode_rows() const { return std::min({max_rows, max_outputs, max_slots}); }  // of a step that decodes
 };
 
 constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row

@@ -23,6 +23,7 @@ from support.gpu_toys import (
     step_of,
     tokens_of,
     toy,
+    warmed,
 )
 
 pytestmark = pytest.mark.cuda
@@ -213,6 +214,7 @@ def test_same_request_same_bytes(form, dim):
     for graphs in (True, False):
         assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts) == expected
         assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts, chunk=7) == expected
+    assert tokens_of(warmed(compiled(layers(form, dim), cache)), prompts) == expected
 
 
 def test_rows_that_are_no_numbers():

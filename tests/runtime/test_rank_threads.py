@@ -72,6 +72,13 @@ class FakeRunner:
         self._maybe_fail("allocate")
         return SimpleNamespace(num_spans=spans, host_spans=host_spans)
 
+    warmed, WARM_UPS = 0, 10
+
+    def warm_up(self, count: int) -> tuple[int, int]:
+        self._maybe_fail("warm")
+        self.warmed = min(self.warmed + count, self.WARM_UPS)
+        return self.warmed, self.WARM_UPS
+
     def step(self, plan: bytes):
         self._maybe_fail("step")
         return self.rank, plan
@@ -126,9 +133,9 @@ def threads(monkeypatch):
         shared_memory.close()
 
 
-def load(group, name: str):
+def load(group, name: str, **more):
     """Loads a model as the engine does."""
-    group.start_load(AsModelConfig(model_name=name, model_path="x"))
+    group.start_load(AsModelConfig(model_name=name, model_path="x", **more))
     try:
         return wait_for(group.poll_load)
     except AllSparkError:
@@ -223,6 +230,29 @@ def test_the_first_step_is_announced(monkeypatch):
     step(group, "m", b"")
     step(group, "m", b"")
     assert told == ["served"]
+
+
+def test_models_on_gpus_warm_up_between_steps_before_they_are_ready(threads):
+    group, failures, _ = threads
+    told = []
+    group.models.progress = lambda name, part, what: told.append((part, what))
+    load(group, "on-cpus")
+    assert group.models.runners["on-cpus"].warmed == 0
+    assert load(group, "m", compute_unit="CUDA:0,1,2").num_spans == 98
+    assert group.models.runners["m"].warmed == FakeRunner.WARM_UPS
+    assert [part for part, what in told if what == "warmed up"] == [0.4, 0.8, 1.0]
+    with pytest.raises(AllSparkError, match="rank 1: no memory for warm1"):
+        load(group, "warm1", compute_unit="CUDA:0,1,2")
+    assert not failures
+
+
+def test_a_warm_up_that_takes_too_long_ends(threads, monkeypatch, caplog):
+    from allspark_server.runtime import group as module
+    group, _, _ = threads
+    monkeypatch.setattr(module, "WARM_UP_SECONDS", 0.0)
+    caplog.set_level("INFO")
+    load(group, "m", compute_unit="CUDA:0,1,2")
+    assert group.models.runners["m"].warmed == 4 and "except for 6 sizes of steps" in caplog.text
 
 
 def test_a_rank_connects_even_if_the_load_was_cancelled(monkeypatch):

@@ -52,6 +52,18 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
     return found
 
 
+def warmed(gpu, count: int = 3):
+    """The executor after its whole warm-up."""
+    done, total = gpu.warm_up(0)
+    assert done == 0 and total > 0
+    while done < total:
+        before = done
+        done, again = gpu.warm_up(count)
+        assert done == min(before + count, total) and again == total
+    assert gpu.warm_up(count) == (total, total)
+    return gpu
+
+
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # lengths of the prompts of a step
 VOCAB = 53

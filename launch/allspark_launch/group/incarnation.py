@@ -95,6 +95,7 @@ class Incarnation:
     reload_due: bool = False    # once rank 0 serves
     drained_until: float = 0.0  # a client's drain ends then (monotonic); inf: it must be undone
     loading: str = ""           # the model that is being loaded
+    loads: str = "loaded"       # what part of it is reported: "loaded" or "warmed up"
     answered: bool = False      # a step was computed for a request
     error: str = ""
     fatal: bool = False         # starting the group again would fail too
@@ -119,7 +120,7 @@ class Incarnation:
 
     @property
     def loaded(self) -> float:
-        """The part of the model that every rank has loaded."""
+        """The part of the model that every rank has loaded, or warmed up."""
         return min((rank.loaded for rank in self.ranks.values()), default=0.0)
 
     def is_heartbeat_of(self, message: dict[str, Any]) -> bool:
@@ -144,6 +145,7 @@ class Incarnation:
             self.healthy = time.monotonic() - float(message["healthy_seconds"])
         if "loading" in message:
             self.loading, rank.loaded = str(message["loading"]), float(message["part"])
+            self.loads = str(message.get("what", "loaded"))
         if message.get("error") and not self.error:
             self.error = message["error"]
             self.fatal, self.misconfigured = bool(message.get("fatal")), bool(message.get("misconfigured"))
@@ -220,7 +222,7 @@ class Incarnation:
         if self.ready_since:
             return f"serving: {self.requests} requests" + (f", {restarts} restarts" if restarts else "")
         if self.loading:
-            return f"starting: {self.loading}, {self.loaded:.0%} loaded"
+            return f"starting: {self.loading}, {self.loaded:.0%} {self.loads}"
         return f"starting: {len(self.ranks)} of {self.expected} ranks"
 
     def failure(self, failures: int) -> str:

@@ -117,6 +117,16 @@ void DeviceSampler::queue_dealt(int count) {
   exchange_samples(ranks, outputs_.as<SampleOutput>(), dealt, count, task_.argmax, round, queue);
 }
 
+void DeviceSampler::warm_up() {
+  RowSample sample{};
+  sample.target = sample.top_logprobs = sample.deepest = sample.mask = sample.end = -1;
+  sample.scale = sample.top_p = 1;
+  *host_samples_.as<RowSample>() = sample;
+  send(host_samples_, samples_, sizeof sample);
+  sample_rows(task_, 1, true, true, device_.queue());
+  device_.wait();
+}
+
 void DeviceSampler::take(std::vector<SampleOutput>& samples) const {
   for (size_t i = 0; i < list_.samples().size(); i++)
     samples[list_.samples()[i].row] = host_outputs_.as<SampleOutput>()[i];

@@ -26,6 +26,8 @@ class DeviceSampler {
   // Queues the samples of a batch that `by` assigns to these kernels. Waits for masks while the device computes.
   // Reassigns samples that only the host can compute to the host.
   void queue(const Batch& batch, std::vector<SampledBy>& by);
+  // Runs all kernels once, which loads them.
+  void warm_up();
   // Reads the samples after the device has computed them.
   void take(std::vector<SampleOutput>& samples) const;
 

@@ -26,6 +26,7 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
     : span_size_(span_size),
       group_(group),
       groups_((int)windows.size()),
+      max_spans_(max_spans),
       max_splits_(max_splits),
       no_span_(no_span),
       windows_(std::move(windows)),
@@ -80,14 +81,41 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   }
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
   for (int r = size.rows; r < padded; r++) {
-    host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1;
-    for (int g = 0; g < groups_; g++) host(where_)[g * pitch_ + r] = -1;
-    host(adapters_)[r] = -1, host(chosen_)[r] = 0;
+    idle_row(r, 0);
+    host(chosen_)[r] = 0;
     if (!size.prefill_tiles) decode[r] = {0, 0, 0, 0, 0};
   }
   if (padded) size.rows = size.outputs = padded;
   if (padded && !size.prefill_tiles) size.decode_tiles = padded;
   send(size, used, device);
+  return size;
+}
+
+// A row that is stored nowhere.
+void StepData::idle_row(int r, int position) {
+  host(tokens_)[r] = 0, host(positions_)[r] = position, host(prompts_)[r] = 1, host(adapters_)[r] = -1;
+  for (int g = 0; g < groups_; g++) host(where_)[g * pitch_ + r] = -1;
+}
+
+StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
+  turn_ = 1 - turn_;
+  Size size = wanted;
+  *host(step_) = (int)steps_++;
+  const bool prefills = wanted.prefill_tiles > 0;
+  const int longest = prefills ? max_spans_ * span_size_ : 1;  // rows of a sequence
+  AttentionTile *decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
+                *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
+  size.prefill_tiles = 0;
+  for (int row = 0; row < size.rows; row += longest) {
+    AttentionTile tile{row, std::min(longest, size.rows - row), 0, 0, 0};
+    for (int i = 0; i < tile.count; i++) idle_row(row + i, i);
+    for (; prefills && tile.first < tile.count * group_; tile.first += kPrefillPairs)
+      prefill[size.prefill_tiles++] = tile;
+  }
+  std::fill_n(host(chosen_), size.outputs, 0);
+  std::fill_n(decode, size.decode_tiles, AttentionTile{0, 0, 0, 0, 0});
+  for (int g = 0; g < groups_; g++) std::fill_n(host(tables_) + g * table_, max_spans_, no_span_);
+  send(size, max_spans_, device);
   return size;
 }
 

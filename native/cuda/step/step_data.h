@@ -30,6 +30,10 @@ class StepData {
   // Queues the copy of a batch. padded: 0, or the number of rows to pad a decode batch to. Such a batch has prefill
   // tiles only if the number of query heads to a KV head or of KV splits is too large for decode tiles.
   Size copy(const Batch& batch, int padded, const Device& device);
+  // Queues the copy of a step of `wanted`'s size whose rows are stored nowhere and serve no request. Decode tiles are
+  // empty. If there are prefill tiles, all rows have some, which attend to the span that replaces others; the returned
+  // size has their number.
+  Size copy_idle(const Size& wanted, const Device& device);
 
   const int* step() const { return at(step_); }  // number of earlier steps
   const int* tokens() const { return at(tokens_); }
@@ -47,9 +51,10 @@ class StepData {
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
   size_t whole_pitches(size_t ints) const { return (ints + pitch_ - 1) / pitch_ * pitch_; }
+  void idle_row(int r, int position);
   void send(const Size& size, int used, const Device& device) const;
 
-  const int span_size_, group_, groups_, max_splits_, no_span_;
+  const int span_size_, group_, groups_, max_spans_, max_splits_, no_span_;
   const std::vector<int> windows_;
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
