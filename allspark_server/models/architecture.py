@@ -60,6 +60,13 @@ def translated(fields: Fields, **values: Any) -> Fields:
     return Fields({**fields.values, **values}, fields.path)
 
 
+def text_part(fields: Fields) -> Fields:
+    """The text part of the config.json of a multimodal checkpoint."""
+    names = ("tie_word_embeddings", "quantization_config", "eos_token_id")
+    outer: dict[str, Any] = {name: fields.values[name] for name in names if name in fields.values}
+    return Fields({**outer, **fields.need("text_config", dict)}, fields.path, "text_config.")
+
+
 def reject_other_values(fields: Fields, served: dict[str, Any]) -> None:
     """Raises AllSparkError for a field that is present with another value than the served one."""
     for name, value in served.items():

@@ -7,8 +7,8 @@ from math import gcd
 from typing import Any
 
 from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
-from allspark_server.models.network import ExpertConfig, ModelConfig
-from allspark_server.models.rotary import rotary_of
+from allspark_server.models.network import ExpertConfig, LatentConfig, ModelConfig
+from allspark_server.models.rotary import rotary_of, yarn_mscale
 from allspark_server.weights.shard import Split
 
 LOCAL = 1  # the number of the rotary table of layers with a window, if they have one of their own
@@ -26,20 +26,27 @@ def begin(config: ModelConfig, name: str = "model.embed_tokens.weight") -> tuple
     return graph, graph.embedding(embedding, **scaled)
 
 
-def qkv_projection(graph: Graph, x: Tensor, prefix: str, *, bias: bool) -> Tensor:
-    """Queries, keys and values from one packed matrix: columns [query heads | key heads | value heads]."""
-    weight, added = graph.packed(prefix, ("q_proj", "k_proj", "v_proj"),
-                                 (graph.q_heads, graph.kv_heads, graph.kv_heads), graph.config.hidden_size, bias)
-    return graph.linear(x, weight, added, out="qkv")
+def of_each_head(name: str, heads: int, sizes: tuple[int, ...], index: int) -> tuple[Part, ...]:
+    """Of a tensor whose rows are, for each head, parts of these sizes: part `index` of every head."""
+    each, units = sum(sizes), Split(heads)
+    return tuple(Part(name, sizes[index], None, head * each + sum(sizes[:index]), heads * each, unit=head, units=units)
+                 for head in range(heads))
 
 
 def linear_of_parts(graph: Graph, x: Tensor, name: str, parts: tuple[Part, ...], blocks: tuple[Block, ...], out: str,
                     bias: bool = False) -> Tensor:
     """A linear layer with rows of several tensors NAME.weight (and NAME.bias)."""
-    weight = graph.weight(Weight(f"{name}.weight", parts, graph.config.hidden_size))
+    weight = graph.weight(Weight(f"{name}.weight", parts, sum(block.width for block in x.blocks)))
     biases = tuple(replace(part, tensor=part.tensor.removesuffix("weight") + "bias") for part in parts)
     added = graph.weight(Weight(f"{name}.bias", biases)) if bias else None
     return graph.op("linear", x, weights=(weight, added), out=out, blocks=blocks)
+
+
+def qkv_projection(graph: Graph, x: Tensor, prefix: str, *, bias: bool) -> Tensor:
+    """Queries, keys and values from one packed matrix: columns [query heads | key heads | value heads]."""
+    weight, added = graph.packed(prefix, ("q_proj", "k_proj", "v_proj"),
+                                 (graph.q_heads, graph.kv_heads, graph.kv_heads), graph.config.hidden_size, bias)
+    return graph.linear(x, weight, added, out="qkv")
 
 
 def sliced_qkv(graph: Graph, x: Tensor, name: str, *, bias: bool = False) -> Tensor:
@@ -106,7 +113,7 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
                           out="router_logits")
     corrected = graph.weight(Weight(f"{prefix}.{correction}", (Part(f"{prefix}.{correction}", count,
                                                                    expert=correction_row),))) if correction else None
-    chosen = {name: getattr(config, name) for name in ("scores", "scale", "groups", "top_groups")
+    chosen = {name: getattr(config, name) for name in ("scores", "scale", "groups", "top_groups", "group_scores")
               if getattr(config, name) != getattr(ExpertConfig, name)}
     scores = graph.router(logits, rows, corrected, normalized=int(config.normalized), **chosen)
     name = f"{prefix}.experts.{names[0]}+{names[1]}"
@@ -151,6 +158,48 @@ def gated_shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     y = shared_expert(graph, x, prefix)
     gate = graph.matrix(f"{prefix}.shared_expert_gate.weight", 1, graph.config.hidden_size)
     return graph.sigmoid_mul(y, graph.linear(x, gate, None, out="shared_gate"))
+
+
+def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: LatentConfig) -> Tensor:
+    """Latent attention with its output projection, in the absorbed form: queries are multiplied by the keys'
+    projection of the latent, and weighted sums of latents by that of the values (docs/decisions/latent.md).
+    """
+    config, heads, eps = graph.config, graph.config.num_heads, 1e-6  # eps: of the latents' norms in every family
+    pairs: dict[str, Any] = {"pairs": "interleaved"} if latent.interleaved else {}
+
+    def down(name: str, sizes: tuple[int, ...], out: str) -> Tensor:
+        tensor = f"{prefix}.{name}.weight"
+        parts = tuple(Part(tensor, n, None, sum(sizes[:i]), sum(sizes)) for i, n in enumerate(sizes))
+        return linear_of_parts(graph, x, f"{prefix}.{name}", parts, tuple(Block(n) for n in sizes), out,
+                               config.attention_bias)
+
+    def normed(name: str, width: int) -> Weight:
+        return graph.weight(Weight(f"{prefix}.{name}.weight", (Part(f"{prefix}.{name}.weight", width),)))
+
+    source, name = x, "q_proj"
+    if latent.query_dim:
+        source = graph.op("rms_norm", down("q_a_proj", (latent.query_dim,), "query_latent"), out="query_normed",
+                          weights=(normed("q_a_layernorm", latent.query_dim),), eps=eps)
+        name = "q_b_proj"
+    sizes = (latent.nope_dim, latent.rope_dim)
+    rotated, plain = (of_each_head(f"{prefix}.{name}.weight", heads, sizes, i) for i in (1, 0))
+    queries = linear_of_parts(graph, source, f"{prefix}.{name}", rotated + plain,
+                              tuple(Block(heads * n, Split(heads, n)) for n in reversed(sizes)), "queries")
+    kept = down("kv_a_proj_with_mqa", (latent.latent_dim, latent.rope_dim), "kept")
+    graph.op("head_norm", kept, weights=(normed("kv_a_layernorm", latent.latent_dim),), block=0,
+             head_dim=latent.latent_dim, eps=eps)
+    for rows, block in ((queries, 0), (kept, 1)):
+        graph.rope(rows, head_dim=latent.rope_dim, block=block, blocks=1, **pairs)
+    scale = sum(sizes) ** -0.5
+    if config.rope.mscale_all_dim:
+        scale *= yarn_mscale(config.rope, config.rope.mscale_all_dim) ** 2
+    absorbed = graph.head_linear(queries, f"{prefix}.kv_b_proj.keys", heads, latent.latent_dim, latent.nope_dim,
+                                 "absorbed", block=1)
+    recalled = graph.latent_attention(absorbed, queries, kept, layer, scale)
+    attended = graph.head_linear(recalled, f"{prefix}.kv_b_proj.values", heads, latent.value_dim, latent.latent_dim,
+                                 "attended")
+    return graph.row_parallel_linear(attended, f"{prefix}.o_proj", Split(heads, latent.value_dim),
+                                     config.attention_bias, "branch")
 
 
 def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str = "lm_head.weight",

@@ -18,18 +18,19 @@ class CacheGroup:
 
 
 def place_layers(windows: tuple[int, ...], layers: int,
-                 without: tuple[int, ...] = ()) -> tuple[list[CacheGroup], list[tuple[int, int]]]:
+                 without: tuple[int, ...] = (), latent: bool = False) -> tuple[list[CacheGroup], list[tuple[int, int]]]:
     """The cache groups of a model, and for each layer its group and its index within the group.
 
     windows: of each layer, 0 for none; empty if no layer has one. without: layers that keep no positions (their places
     mean nothing). All groups allocate spans from one pool, so every
     group has room for the same number of layers: the smaller one of the number of layers with a window and of those
     without, unless that makes more than MAX_GROUPS groups. The last group of a kind may hold fewer. All windows are
-    kept at the size of the largest.
+    kept at the size of the largest. latent: the layers have latent attention, without windows.
     """
     kept = [layer for layer in range(layers) if layer not in without]
     if not any(windows):
-        return [CacheGroup()], [(0, sum(other < layer for other in kept)) for layer in range(layers)]
+        only = CacheGroup("latent" if latent else "full")
+        return [only], [(0, sum(other < layer for other in kept)) for layer in range(layers)]
     sliding = [layer for layer in kept if windows[layer]]
     full = [layer for layer in kept if not windows[layer]]
     size = max(min(len(kind) for kind in (full, sliding) if kind), -(-layers // MAX_GROUPS))

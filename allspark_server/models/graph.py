@@ -206,7 +206,7 @@ class Graph:
         self.row_sets: dict[str, RowSet] = {}
         #: groups of full attention come first
         self.cache_groups, self._places = place_layers(config.windows, config.num_layers,
-                                                       config.state_layers)
+                                                       config.state_layers, config.latent is not None)
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property
@@ -265,6 +265,8 @@ class Graph:
 
     def with_whole_histories(self) -> Graph:
         """The same model with one cache group that keeps every position; windows are then only masks."""
+        if not any(group.kind == "sliding" for group in self.cache_groups):
+            return self
         other, layer = copy.copy(self), 0
         other.cache_groups, other.ops = [CacheGroup()], []
         for op in self.ops:
@@ -520,6 +522,28 @@ class Graph:
     def sigmoid_mul(self, y: Tensor, gate: Tensor) -> Tensor:
         """`y *= sigmoid(gate)` with one gate for each row."""
         return self.op("sigmoid_mul", y, gate)
+
+    # -- latent attention ----------------------------------------------------------------------------------------------
+    def head_linear(self, x: Tensor, name: str, heads: int, rows: int, columns: int, out: str,
+                    block: int = 0) -> Tensor:
+        """Each head of a block of x, of `columns` features, times its matrix: the checkpoint's tensor `name` has shape
+        [heads, rows, columns].
+        """
+        units = Split(heads)
+        parts = tuple(Part(name, rows, expert=head, unit=head, units=units) for head in range(heads))
+        weight = self.weight(Weight(name, parts, columns, experts=heads))
+        return self.op("head_linear", x, weights=(weight,), out=out, blocks=(Block(heads * rows, Split(heads, rows)),),
+                       block=block)
+
+    def latent_attention(self, absorbed: Tensor, queries: Tensor, kept: Tensor, layer: int, scale: float,
+                         out: str = "recalled") -> Tensor:
+        """Stores the rows `kept`, [latent | rotated key], in the cache and attends causally over the sequence's.
+
+        absorbed: queries times the keys' projection. queries: their rotated parts, in the first columns.
+        """
+        latent, rope = kept.blocks
+        return self.op("latent_attention", absorbed, queries, kept, out=out, layer=self._places[layer][1],
+                       latent_dim=latent.width, rope_dim=rope.width, scale=scale)
 
     # -- layers with a state -------------------------------------------------------------------------------------------
     def causal_conv(self, x: Tensor, prefix: str, taps: int, *, bias: bool = False, activated: bool = True,

@@ -73,6 +73,7 @@ class ExpertConfig:
     scale: float = _in_graph(1.0)
     groups: int = _in_graph(1)
     top_groups: int = _in_graph(1)
+    group_scores: str = _in_graph("two_largest")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,23 @@ class ConvConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Latent attention (arXiv 2405.04434): keys and values are projections of one latent vector a token.
+
+    latent_dim: features of the latent. nope_dim, rope_dim, value_dim: features of a head's key without and with rotary
+    embedding (all heads share the latter), and of its value. query_dim: features of the queries' latent, 0 if they
+    have none. interleaved: pairs of rotated features are (2 i, 2 i + 1).
+    """
+
+    latent_dim: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_dim: int = 0
+    interleaved: bool = True
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The description of a network from which a model file builds the graph.
 
@@ -124,6 +142,7 @@ class ModelConfig:
     residual_scale, logit_scale: factors of what a layer adds to the residual stream, and of the logits.
     delta, conv: layers with the gated delta rule, and with short convolutions, which have a state and no spans; None if
     there are none.
+    latent: sizes of latent attention, which all layers have; None if none has.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     """
@@ -161,6 +180,7 @@ class ModelConfig:
     logit_scale: float = _in_graph(1.0)
     delta: DeltaConfig | None = _in_graph(None)
     conv: ConvConfig | None = _in_graph(None)
+    latent: LatentConfig | None = _in_graph(None)
 
     @property
     def state_layers(self) -> tuple[int, ...]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from allspark_server.models.architecture import Architecture, translated
+from allspark_server.models.architecture import Architecture, text_part, translated
 from allspark_server.models.blocks import (
     begin,
     finish,
     gated_mlp,
     gated_shared_expert,
     linear_of_parts,
+    of_each_head,
     output_projection,
     routed_experts,
 )
@@ -23,17 +24,10 @@ from allspark_server.models.network import DeltaConfig, ExpertConfig, ModelConfi
 from allspark_server.weights.shard import Split
 
 
-def _of_each_head(name: str, heads: int, sizes: tuple[int, ...], index: int) -> tuple[Part, ...]:
-    """Of a tensor whose rows are, for each head, parts of these sizes: part `index` of every head."""
-    each, units = sum(sizes), Split(heads)
-    return tuple(Part(name, sizes[index], None, head * each + sum(sizes[:index]), heads * each, unit=head, units=units)
-                 for head in range(heads))
-
-
 def _attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tensor:
     config = graph.config
     queries, keys, bias = Block(graph.q_heads.width, graph.q_heads), graph.kv_heads, config.attention_bias
-    q = [_of_each_head(f"{prefix}.q_proj.weight", config.num_heads, (config.head_dim,) * 2, i) for i in (0, 1)]
+    q = [of_each_head(f"{prefix}.q_proj.weight", config.num_heads, (config.head_dim,) * 2, i) for i in (0, 1)]
     kv = tuple(Part(f"{prefix}.{name}.weight", keys.width, keys) for name in ("k_proj", "v_proj"))
     qkv = linear_of_parts(graph, x, f"{prefix}.q_proj+k_proj+v_proj", q[0] + kv,
                           (queries,) + 2 * (Block(keys.width, keys),), "qkv", bias)
@@ -53,8 +47,8 @@ def _delta(graph: Graph, x: Tensor, prefix: str, delta: DeltaConfig, interleaved
     heads, hidden = Split(delta.key_heads, delta.group), graph.config.hidden_size
     if interleaved:
         sizes = tuple(split.size for split in splits) + (values.size,)
-        rows = [_of_each_head(f"{prefix}.in_proj_qkvz.weight", delta.key_heads, sizes, i) for i in range(4)]
-        gates = [_of_each_head(f"{prefix}.in_proj_ba.weight", delta.key_heads, (delta.group,) * 2, i) for i in (1, 0)]
+        rows = [of_each_head(f"{prefix}.in_proj_qkvz.weight", delta.key_heads, sizes, i) for i in range(4)]
+        gates = [of_each_head(f"{prefix}.in_proj_ba.weight", delta.key_heads, (delta.group,) * 2, i) for i in (1, 0)]
         blocks = tuple(Block(split.width, split) for split in splits)
         qkv = linear_of_parts(graph, x, f"{prefix}.qkv", rows[0] + rows[1] + rows[2], blocks, "qkv_of_state")
         z = linear_of_parts(graph, x, f"{prefix}.z", rows[3], (Block(values.width, values),), "output_gate")
@@ -134,9 +128,7 @@ def _experts(fields: Fields, layers: int) -> ExpertConfig:
 
 def _text(fields: Fields) -> Fields:
     """The text part of a multimodal checkpoint."""
-    names = ("tie_word_embeddings", "quantization_config", "eos_token_id")
-    outer: dict[str, Any] = {name: fields.values[name] for name in names if name in fields.values}
-    return _sized(Fields({**outer, **fields.need("text_config", dict)}, fields.path, "text_config."))
+    return _sized(text_part(fields))
 
 
 def _sized(fields: Fields) -> Fields:

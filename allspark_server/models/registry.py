@@ -5,6 +5,7 @@ from __future__ import annotations
 from allspark_server.models import (
     baichuan,
     chatglm,
+    deepseek,
     ernie,
     ernie_moe,
     gemma,
@@ -31,8 +32,8 @@ from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, mixtral, gpt_oss, phi3, glm, glm4_moe, minimax,
-            gemma, olmo2, seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
+FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, mixtral, gpt_oss, phi3, glm, glm4_moe,
+            deepseek, minimax, gemma, olmo2, seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

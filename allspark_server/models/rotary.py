@@ -113,15 +113,17 @@ def _yarn(rope: RopeConfig, dim: int) -> np.ndarray:
     return (scaled * (f32(1) - keep) + plain * keep).astype(np.float32)
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * _log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+def yarn_mscale(rope: RopeConfig, weight: float) -> float:
+    """YaRN's factor for a context that was extended: 0.1 weight log(factor) + 1."""
+    return 0.1 * weight * _log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all_dim)
+    return yarn_mscale(rope, 1.0)
 
 
 def _longrope_attention_factor(rope: RopeConfig) -> float:

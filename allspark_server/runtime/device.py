@@ -114,6 +114,11 @@ class Device:
         """Bytes of a span for one layer and KV head."""
         return self._library.span_bytes(span_size, head_dim, dtype)
 
+    def latent_span_bytes(self, span_size: int, op: Op, dtype: str) -> int:
+        """Bytes of a span of the cache of an op with latent attention."""
+        width = int(op.attrs["latent_dim"]) + int(op.attrs["rope_dim"])
+        return self._library.latent_span_bytes(span_size, width, dtype)
+
     def state_bytes(self, graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
         """Bytes that an op with a state keeps of a sequence on a rank: its state, and its recent rows."""
         x = graph.tensors[op.inputs[0]]
@@ -187,18 +192,21 @@ class Cpus(Device):
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """See `Device.activation_bytes`."""
         graph, native = model.graph, self._library
-        attention = native.attention_bytes(self._threads, model.config.engine_max_length, graph.config.head_dim,
-                                           model.cache_dtype)
+        latent = next((op.attrs for op in graph.ops if op.type == "latent_attention"), None)
+        sizes = (int(latent["latent_dim"]), int(latent["rope_dim"])) if latent else (graph.config.head_dim, 0)
+        attention = native.attention_bytes(self._threads, model.config.engine_max_length, sizes[0], model.cache_dtype,
+                                           rope_dim=sizes[1])
         # Layers with different windows have work lists and partial results of their own.
-        windows = {op.attrs.get("window", 0) for op in graph.ops if op.type == "span_attention"}
+        windows = {op.attrs.get("window", 0) for op in graph.ops if op.type in ("span_attention", "latent_attention")}
         prepared = 0
         for op in graph.ops:
-            if op.type not in ("linear", "expert_linear"):
+            if op.type not in ("linear", "expert_linear", "head_linear"):
                 continue
             part, row_set = model.slice_of(graph.weights[op.weights[0]]), graph.tensors[op.outputs[0]].rows
             gathered = 4 * part.inputs if row_set in graph.row_sets else 0  # experts' rows, as floats
             size = native.prepared_bytes(part.inputs, gathered=part.gathered, **part.native()) or gathered
-            prepared = max(prepared, size * max(rows_of(graph, row_set, rows, outputs), self._threads))
+            count = max(rows_of(graph, row_set, rows, outputs), self._threads)
+            prepared = max(prepared, size * count * (self._threads if op.type == "head_linear" else 1))
         forms = 2 if model.targets else 1  # the program with adapters and without
         together = max((len(target.weight.parts) for target in model.targets), default=0)
         lora = native.lora_bytes(rows, together, model.config.lora_max_rank) if together else 0
@@ -253,6 +261,10 @@ class Gpu(Device):
             missing.append("speculation='draft' of several ranks")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
+
+    def latent_span_bytes(self, span_size: int, op: Op, dtype: str) -> int:
+        """See `Device.latent_span_bytes`."""
+        raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "latent attention is not available on CUDA yet")
 
     def state_bytes(self, graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
         """See `Device.state_bytes`."""

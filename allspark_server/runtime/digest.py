@@ -222,6 +222,52 @@ def _variant(weights: str, group: int, empty: Callable = _on_cpu, long: bool = F
     return e
 
 
+def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu) -> Any:
+    """An executor with a layer of latent attention, and experts in groups that count as much as their best one."""
+    native, e = native_library(), empty()
+    matrix, vector = _weights_of(e, weights, group, iter(range(301, 400)))
+    rope, latent = HEAD_DIM // 2, 3 * HEAD_DIM
+    x, y, queries, kept, absorbed, recalled, context, last, logits = (e.add_tensor(size, rows) for size, rows in (
+        (HIDDEN, False), (HIDDEN, False), (HEADS * (rope + HEAD_DIM), False), (latent + rope, False),
+        (HEADS * latent, False), (HEADS * latent, False), (HEADS * HEAD_DIM, False), (HIDDEN, True), (VOCAB, True)))
+    e.add_cache_group("latent", 0)
+    e.add_cache_group("latent", 0)
+    embedding = matrix(VOCAB, HIDDEN)
+    frequencies = e.add_vector(np.ldexp(np.float32(1), -np.arange(rope // 2, dtype=np.int32)))
+    e.add_op("rotary_table", [], [], [frequencies], {"rotary_dim": rope})
+    e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
+    e.add_op("linear", [x], [queries], [matrix(HEADS * (rope + HEAD_DIM), HIDDEN)], {})
+    e.add_op("linear", [x], [kept], [matrix(latent + rope, HIDDEN)], {})
+    e.add_op("head_norm", [kept], [], [vector(latent, 1)], {"head_dim": latent, "offset": 0, "heads": 1, "eps": 1e-6})
+    for rows, offset, heads in ((queries, 0, HEADS), (kept, latent, 1)):
+        e.add_op("rope", [rows], [], [], {"head_dim": rope, "offset": offset, "heads": heads, "pairs": "interleaved"})
+    e.add_op("head_linear", [queries], [absorbed], [matrix(HEADS * latent, HEAD_DIM, HEADS)],
+             {"heads": HEADS, "offset": HEADS * rope})
+    for number in (0, 1):
+        e.add_op("latent_attention", [absorbed, queries, kept], [recalled], [],
+                 {"layer": 0, "cache_group": number, "latent_dim": latent, "rope_dim": rope, "scale": 0.125})
+        if not number:
+            e.add_op("add", [absorbed, recalled], [absorbed], [], {})
+    e.add_op("head_linear", [recalled], [context], [matrix(HEADS * HEAD_DIM, latent, HEADS)],
+             {"heads": HEADS, "offset": 0})
+    e.add_op("linear", [context], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)], {})
+    e.add_op("add", [x, y], [x], [], {})
+    routed, experts = e.add_row_set(native.ALL_ROWS, TOP), 2 * EXPERTS
+    router = e.add_tensor(experts)
+    scores, out = e.add_tensor(1, routed), e.add_tensor(HIDDEN, routed)
+    e.add_op("linear", [x], [router], [matrix(experts, HIDDEN, dtype="float32")], {})
+    e.add_op("router", [router], [scores], [],
+             {"top_k": TOP, "groups": EXPERTS, "top_groups": 4, "group_scores": "largest"})
+    e.add_op("expert_linear", [x], [out], [matrix(experts * HIDDEN, HIDDEN, experts)], {"experts": experts})
+    e.add_op("combine_experts", [out, scores], [y], [], {})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("select_rows", [x], [last], [], {})
+    e.add_op("linear", [last], [logits], [embedding], {})
+    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
+    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, cache)
+    return e
+
+
 def _recurrent(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
     """An executor with a model of two layers with a state: with a decay for each head, and for each channel, and with
     each kind of gates.
@@ -375,6 +421,14 @@ def variant_digests() -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
+def latent_digests() -> dict[str, str]:
+    """Digests of latent attention, by weight format and type of the cache."""
+    cases = [(*WEIGHTS[0], "float32"), (*WEIGHTS[1], "bfloat16")]
+    return {f"latent {weights} {cache}": _run(_latent(weights, group, cache), (3, 63, 130), groups=2)
+            for weights, group, cache in cases}
+
+
+@functools.lru_cache(maxsize=1)
 def recurrent_digests() -> dict[str, str]:
     """Digests of layers with a state, by weight format."""
     return {f"recurrent {weights}": _run(_recurrent(weights, group), (3, 63, 130)) for weights, group in WEIGHTS[:2]}
@@ -419,7 +473,7 @@ def results_digest(gpu: int | None = None) -> str:
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
         found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign,
-                 **recurrent_digests()}
+                 **recurrent_digests(), **latent_digests()}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

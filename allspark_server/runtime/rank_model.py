@@ -77,6 +77,11 @@ class RankModel:
         computed = unquantized if form.quantized else self.weight_dtype
         plain = computed if config.cache_dtype == "auto" else config.cache_dtype
         self.cache_dtype = QUANTIZED_CACHES.get(config.cache_mode, plain)
+        if self.cache_dtype not in ("float32", "bfloat16") and any(
+                group.kind == "latent" for group in self.graph.cache_groups):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
+                                "float32 or bfloat16")
 
     # -- sizes -----------------------------------------------------------------------------------------------------
     def weight_bytes(self, device: Device) -> int:
@@ -92,6 +97,9 @@ class RankModel:
     def span_bytes(self, device: Device, rank: int | None = None) -> int:
         """Bytes of one span: keys and values of every layer, for the heads of this rank, or of another one."""
         net = self.graph.config
+        latent = [op for op in self.graph.ops if op.type == "latent_attention"]
+        if latent:  # one row a token, the same on every rank
+            return sum(device.latent_span_bytes(self.config.cache_span_size, op, self.cache_dtype) for op in latent)
         head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
         begin, end = self.graph.kv_heads.units_of(self.rank if rank is None else rank, self.world)
         layers = {op.attrs["layer"] for op in self.graph.ops if op.type == "span_attention"}

@@ -390,6 +390,10 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
             if view := ARCHITECTURES[config.architecture].stored_as:
                 source = VIEWS[view](source)
             config = _tied_as_stored(config, source)
+            if config.latent:
+                from allspark_server.weights.head_projections import HeadProjections
+
+                source = HeadProjections(source, config)
             if config.unit_head:
                 source = UnitHead(source)
             graph = _quantized_graph(build_graph(_experts_as_stored(config, source)), source)

@@ -65,15 +65,26 @@ PYBIND11_MODULE(_native, m) {
       py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"),
       "Bytes of a span of the KV cache, for one layer and KV head.");
   m.def(
-      "attention_bytes",
-      [](int threads, int max_length, int head_dim, const std::string& dtype) {
-        constexpr int kSpanSize = 128;  // any size: attention's memory does not depend on it
-        return as::attention_bytes(
-            as::span_layout(as::cache_dtype_of(dtype), kSpanSize, head_dim, as::kernels().rules.bf16_pairs), threads,
-            max_length);
+      "latent_span_bytes",
+      [](int span_size, int width, const std::string& dtype) {
+        return as::latent_layout(as::cache_dtype_of(dtype), span_size, width, as::kernels().rules.bf16_pairs).bytes;
       },
-      py::arg("threads"), py::arg("max_length"), py::arg("head_dim"), py::arg("dtype"),
-      "Bytes that attention over such a cache uses for partial results.");
+      py::arg("span_size"), py::arg("width"), py::arg("dtype"),
+      "Bytes of a span of a latent cache, for one layer. width: features of a token's row.");
+  m.def(
+      "attention_bytes",
+      [](int threads, int max_length, int head_dim, const std::string& dtype, int rope_dim) {
+        constexpr int kSpanSize = 128;  // any size: attention's memory does not depend on it
+        const as::DType type = as::cache_dtype_of(dtype);
+        const bool pairs = as::kernels().rules.bf16_pairs;
+        return as::attention_bytes(
+            rope_dim ? as::packed_layout(as::latent_layout(type, kSpanSize, head_dim + rope_dim, pairs),
+                                         as::kBlockTokens, head_dim)
+                     : as::span_layout(type, kSpanSize, head_dim, pairs),
+            threads, max_length);
+      },
+      py::arg("threads"), py::arg("max_length"), py::arg("head_dim"), py::arg("dtype"), py::arg("rope_dim") = 0,
+      "Bytes that attention over such a cache uses for partial results. rope_dim: of a latent cache.");
   m.def(
       "prepared_bytes",
       [](int k, const std::string& dtype, int group_size, int gathered, const py::kwargs& layout) {

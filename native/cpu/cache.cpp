@@ -92,6 +92,14 @@ void write_token(const SpanLayout& layout, char* span, int token, const float* k
   }
 }
 
+void write_latent(const SpanLayout& s, char* span, int token, const float* row) {
+  char* to = span + token * s.row_bytes;
+  std::memset(to, 0, s.row_bytes);
+  if (s.dtype == DType::f32) std::memcpy(to, row, s.head_dim * sizeof(float));
+  else
+    for (int d = 0; d < s.head_dim; d++) reinterpret_cast<uint16_t*>(to)[d] = float_to_bf16(row[d]);
+}
+
 void SpanCache::allocate(std::vector<LayerCache> layers, int num_spans) {
   size_t bytes = 0;
   auto size = [&](const LayerCache& l) { return l.layout.bytes * num_spans * l.kv_heads; };

@@ -100,7 +100,8 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
     if (!bind) throw std::invalid_argument("the CPU backend has no op " + fused.name);
     Step step{fused, bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
-    if (last.is(Op::span_attention)) step.layout = &cache_.layer(last.integer("layer")).layout;
+    if (last.is(Op::span_attention) || last.is(Op::latent_attention))
+      step.layout = &cache_.layer(last.integer("layer")).layout;
     steps_.push_back(std::move(step));
     if (last.is(Op::hidden_states)) form.heads = steps_.size();
   }
@@ -111,19 +112,22 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
   if (limits.span_size != 16 && limits.span_size != 32 && limits.span_size != 64 && limits.span_size != 128)
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(limits.span_size));
   for (const CacheGroup& group : program_.cache_groups())
-    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
+    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding && group.kind != CacheKind::latent)
       throw std::invalid_argument(std::string("the CPU backend has no cache group of kind ") + name_of(group.kind));
   if (limits.num_spans < 1) throw std::invalid_argument("allocate: sizes must be positive");
   std::map<int, LayerCache> layers;
   for (const OpNode& op : program_.ops()) {
-    if (!op.is(Op::span_attention)) continue;
+    const bool latent = op.is(Op::latent_attention), pairs = core_.k.rules.bf16_pairs;
+    if (!latent && !op.is(Op::span_attention)) continue;
     LayerCache layer;
-    layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), core_.k.rules.bf16_pairs);
-    layer.kv_heads = op.integer("kv_heads");
+    layer.layout = latent ? latent_layout(limits.dtype, limits.span_size, program_.in(op, 2).width, pairs)
+                          : span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs);
+    layer.kv_heads = latent ? 1 : op.integer("kv_heads");
     const LayerCache& found = layers.emplace(op.integer("layer"), layer).first->second;
-    if (found.layout.head_dim != layer.layout.head_dim || found.kv_heads != layer.kv_heads)
-      throw std::invalid_argument("op span_attention: layer " + std::to_string(op.integer("layer")) +
-                                  " has another size in another cache group");
+    if (found.layout.bytes != layer.layout.bytes || found.layout.head_dim != layer.layout.head_dim ||
+        found.kv_heads != layer.kv_heads)
+      throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " +
+                                  std::to_string(op.integer("layer")) + " has another size in another cache group");
   }
   std::vector<LayerCache> all;
   for (auto& [index, layer] : layers) {
@@ -183,7 +187,9 @@ int CpuRunner::max_rows_of(int row_set) const {
 // Checks that the stacks of matrices have the sizes that the ops expect.
 void CpuRunner::check_experts() const {
   for (const OpNode& op : program_.ops()) {
-    const int wanted = op.is(Op::expert_linear) ? op.integer("experts") : 1;
+    const int wanted = op.is(Op::expert_linear) ? op.integer("experts")
+                       : op.is(Op::head_linear) ? op.integer("heads")
+                                                : 1;
     for (int w : op.weights)
       if (program_.weights()[w].k && weights_.experts(w) != wanted)
         throw std::invalid_argument(std::string("op ") + op.spec->name + " takes a matrix of " +
@@ -219,6 +225,9 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
         gated = std::max(gated, (size_t)program_.out(op).width * (kManyRows - 1) * sizeof(float));
       if (op.is(Op::linear))
         converted = std::max(converted, converted_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
+      if (op.is(Op::head_linear))
+        converted =
+            std::max(converted, head_linear_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
       if (op.is(Op::expert_linear)) {
         const Packed& m = weights_.matrix(op.weights[0]);
         const size_t entries = std::max(max_rows(op.outputs[0]), core_.pool.size()),

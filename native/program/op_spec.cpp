@@ -169,6 +169,35 @@ void check_span_attention(const Program& p, const OpNode& op) {
   for (int i = 0; i < vectors; i++) vector_is(p, op, i, q_heads);
 }
 
+void check_latent_attention(const Program& p, const OpNode& op) {
+  const long latent = op.integer("latent_dim"), rope = op.integer("rope_dim"), layer = op.integer("layer"),
+             number = op.integer("cache_group"), heads = p.out(op).width / latent;
+  if (heads * latent != p.out(op).width || heads < 1 || layer < 0)
+    throw wrong(op, "invalid layer, or " + std::to_string(p.out(op).width) + " columns that are not heads of " +
+                        std::to_string(latent));
+  width_is(op, p.in(op), heads * latent, "input");
+  if (p.in(op, 1).width < heads * rope)
+    throw wrong(op, "its second input has fewer than " + std::to_string(heads) + " heads of " + std::to_string(rope));
+  width_is(op, p.in(op, 2), latent + rope, "third input");
+  for (int i = 0; i < 3; i++)
+    if (p.in(op, i).rows != kAllRows) throw wrong(op, "its inputs must have a row for each token");
+  if (number >= (long)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(number));
+  if (p.cache_groups()[number].kind != CacheKind::latent)
+    throw wrong(op, "cache group " + std::to_string(number) + " is " + name_of(p.cache_groups()[number].kind) +
+                        ", expected latent");
+  for (const OpNode& other : p.ops())
+    if (other.spec == op.spec && other.integer("cache_group") == number && other.integer("layer") == layer)
+      throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
+}
+
+void check_head_linear(const Program& p, const OpNode& op) {
+  const WeightSpec& m = matrix(p, op, 0);
+  const long heads = op.integer("heads"), offset = op.integer("offset");
+  if (m.n % heads) throw wrong(op, std::to_string(m.n) + " rows do not divide by " + std::to_string(heads) + " heads");
+  if (offset + heads * m.k > p.in(op).width) throw wrong(op, "reaches past its input");
+  width_is(op, p.out(op), m.n, "output");
+}
+
 void check_causal_conv(const Program& p, const OpNode& op) {
   const long channels = p.in(op).width;
   width_is(op, p.out(op), channels, "output");
@@ -309,6 +338,17 @@ Cost cost_rope(const Program& p, const OpNode& op, const StepSize& size) {
 Cost cost_span_attention(const Program& p, const OpNode& op, const StepSize& size) {
   const double cache = (size.context + size.rows) * size.position_bytes * op.integer("kv_heads");  // read and written
   return {moved(p, op, size) + cache, size.seen * op.integer("q_heads") * 4 * op.integer("head_dim")};
+}
+
+Cost cost_latent_attention(const Program& p, const OpNode& op, const StepSize& size) {
+  const double cache = (size.context + size.rows) * size.position_bytes;  // read and written
+  const double heads = p.out(op).width / op.integer("latent_dim");
+  return {moved(p, op, size) + cache, size.seen * heads * (4 * op.integer("latent_dim") + 2 * op.integer("rope_dim"))};
+}
+
+Cost cost_head_linear(const Program& p, const OpNode& op, const StepSize& size) {
+  return {moved(p, op, size) + bytes_of(p, op.weights[0], size),
+          2.0 * p.weights()[op.weights[0]].k * values(p, p.out(op), size)};
 }
 
 Cost cost_causal_conv(const Program& p, const OpNode& op, const StepSize& size) {

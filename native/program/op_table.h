@@ -39,7 +39,8 @@ OP(qk_norm, kTwo, kOne, kTwo, true, RowRule::as_input,
 // Rotates the first rotary_dim features of each head. Pairs are (i, i + rotary_dim / 2) or (2 i, 2 i + 1).
 OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
    {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number,
-    choice("pairs", {"halves", "interleaved"}), of_rank("offset", RankRule::offset),
+    choice("pairs", {"halves", "interleaved"}), within(whole_or("block", 0, Scope::graph), 0, 255),
+    within(whole_or("blocks", 2, Scope::graph), 1, 255), of_rank("offset", RankRule::offset),
     of_rank("heads", RankRule::heads, 0, 2)},
    check_rope, cost_rope)
 // Input: [queries | keys | values]. A query at position p sees positions in (p - window, p]; window 0: all up to p.
@@ -51,6 +52,18 @@ OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
     at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
+// Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of the
+// queries, `rope_dim` a head, in the first columns; and the row that the cache keeps, [latent | rotated key]. Scores are
+// scale * q row over both parts; a head's output is the weighted sum of latents.
+OP(latent_attention, {3, 3}, kOne, kNone, false, RowRule::as_input,
+   {whole("layer"), positive(whole("latent_dim")), positive(whole("rope_dim")), number("scale"),
+    within(whole_or("cache_group", 0), 0, 255)},
+   check_latent_attention, cost_latent_attention)
+// Multiplies each head with its matrix from a stack. Heads are the columns from `offset` on (of block `block`).
+OP(head_linear, kOne, kOne, kOne, false, RowRule::as_input,
+   {within(whole_or("block", 0, Scope::graph), 0, 255), at_least_0(of_rank("offset", RankRule::offset)),
+    positive(of_rank("heads", RankRule::experts))},
+   check_head_linear, cost_head_linear)
 // Sums of each channel's last `taps` rows of the sequence times its weights [channels, taps], the last of which is the
 // row's own, plus a bias (optional second weight), then SiLU if activated.
 OP(causal_conv, kOne, kOne, {1, 2}, false, RowRule::as_input, {within(whole("taps"), 1, 64), flag("activated")},
@@ -81,11 +94,12 @@ OP(scale, kOne, kOne, kNone, true, RowRule::as_input, {number("factor")}, check_
 OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},
    check_nothing, each_value<3>)
 // Input: logits of experts. Forms the output's row set, top_k entries for each row, and outputs their weights. Scores
-// plus the correction (optional weight) select: first top_groups groups by the sum of their two largest, then experts;
+// plus the correction (optional weight) select: first top_groups groups by the sum of their two largest (or by the largest), then experts;
 // the lowest index wins ties. Weights are the plain scores, optionally normalized to sum 1, times scale.
 OP(router, kOne, kOne, {0, 1}, false, RowRule::routed,
    {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
-    positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1))},
+    positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1)),
+    choice("group_scores", {"two_largest", "largest"})},
    check_router, each_value<8>)
 // Multiplies each entry with its expert's matrix from a stack of `experts` matrices (and biases). The rank has these
 // experts from expert_begin on. Entries of other ranks' experts become zero.

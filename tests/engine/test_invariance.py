@@ -32,7 +32,8 @@ from support.units import GPUS
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases")
 RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe")
-SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *RECURRENT)
+LATENT = ("deepseek-v2", "deepseek-v3-heads")
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *RECURRENT, *LATENT)
 GROUP = f"client-{len(GPUS) or 2}"
 if GPUS:
     MODELS += ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")
@@ -168,7 +169,7 @@ def test_engine_and_group_of_one_rank(engine_of, model):
         assert run_together(client, name, OTHERS) == first_run(engine_of("engine"), model)
 
 
-# By default, each of FAMILIES and RECURRENT goes through one of the tests above; -m slow runs them all.
+# By default, each of FAMILIES, RECURRENT and LATENT goes through one of the tests above; -m slow runs them all.
 @pytest.mark.parametrize("name, where, check, fields", [
     ("glm4-moe", GROUP, test_everything_at_once, {}),
     ("minimax-m2", "engine", test_preemption, {}),
@@ -182,6 +183,8 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("qwen3-5-moe", GROUP, test_prefix_cache, {}),
     ("qwen3-5-moe", "engine", test_prompt_in_chunks, {"chunk": 7}),
     ("lfm2-moe", GROUP, test_prefix_cache, {}),
+    ("deepseek-v2", GROUP, test_everything_at_once, {}),
+    ("deepseek-v3-heads", "engine", test_prefix_cache, {}),
 ])  # fmt: skip
 def test_one_property_of_each_family(engine_of, name, where, check, fields):
     check(engine_of(where), name, **fields)

@@ -51,7 +51,7 @@ class Rank:
             if self.weights[i].shape != ((n, k) if k else (n,)):
                 raise ValueError(f"weight {i} is of shape {self.weights[i].shape}, expected {n} x {k}")
         for kind, _ in program.cache_groups:
-            if kind not in ("full", "sliding"):
+            if kind not in ("full", "sliding", "latent"):
                 raise ValueError(f"the reference backend does not have cache groups of kind {kind}")
         self.adapters: list[Adapter] = []
         self.states: dict[int, dict[int, list[np.ndarray]]] = {}  # of layers with a state: inputs by op and slot

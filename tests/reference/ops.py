@@ -295,6 +295,35 @@ def span_attention(rank, op, x, w):
     return out.reshape(len(x[0]), -1)
 
 
+@op
+def latent_attention(rank, op, x, w):
+    attrs = op["attributes"]
+    latent, rope = attrs["latent_dim"], attrs["rope_dim"]
+    absorbed = x[0].reshape(len(x[0]), -1, latent)
+    heads = absorbed.shape[1]
+    queries = np.concatenate([absorbed, x[1][:, :heads * rope].reshape(len(x[0]), heads, rope)], axis=2)
+    cache = rank.cache(attrs["cache_group"], attrs["layer"], 1, latent + rope)[:, :, 0, 0]
+    size = rank.limits.span_size
+    tables = [rank.slots[row.slot].spans[attrs["cache_group"]] for row in rank.batch.rows]
+    for row, table, kept in zip(rank.batch.rows, tables, x[2]):
+        cache[table[row.position // size], row.position % size] = kept
+    out = np.empty_like(absorbed)
+    for i, (row, table) in enumerate(zip(rank.batch.rows, tables)):
+        seen = np.arange(row.position + 1)
+        rows = cache[[table[p // size] for p in seen], seen % size]
+        out[i] = softmax(queries[i] @ rows.T * attrs["scale"]) @ rows[:, :latent]
+    return out.reshape(len(x[0]), -1)
+
+
+@op
+def head_linear(rank, op, x, w):
+    attrs = op["attributes"]
+    stack = w[0].reshape(attrs["heads"], -1, w[0].shape[1])
+    heads = x[0][:, attrs["offset"]:attrs["offset"] + attrs["heads"] * stack.shape[2]]
+    y = np.einsum("rhk,hnk->rhn", heads.reshape(len(x[0]), attrs["heads"], -1), stack)
+    return y.reshape(len(x[0]), -1)
+
+
 # -- experts -----------------------------------------------------------------------------------------------------------
 @op
 def router(rank, op, x, w):
@@ -304,7 +333,8 @@ def router(rank, op, x, w):
     entries = []
     for row, (own, choice) in enumerate(zip(scores, scores + w[0] if w else scores)):
         if attrs["top_groups"] < groups:
-            by_group = np.sort(choice.reshape(groups, -1), axis=1)[:, -2:].sum(1)
+            best = 1 if attrs["group_scores"] == "largest" else 2
+            by_group = np.sort(choice.reshape(groups, -1), axis=1)[:, -best:].sum(1)
             kept = np.argsort(-by_group, kind="stable")[: attrs["top_groups"]]
             choice = np.where(np.isin(np.arange(experts) // (experts // groups), kept), choice, -np.inf)
         chosen = np.argsort(-choice, kind="stable")[: attrs["top_k"]]

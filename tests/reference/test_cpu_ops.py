@@ -39,7 +39,10 @@ def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=N
              fused: bool = True, long: bool = False):
     """The same program in the CPU backend; `long` allows contexts of more than 1,000 positions."""
     executor = _native.Executor(rank, world, window, [], threads)
+    for group in own.cache_groups:
+        executor.add_cache_group(*group)
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
+    stacks |= {op["weights"][0]: op["attributes"]["heads"] for op in own.program.ops if op["name"] == "head_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
         values = own.weights[handle].astype(np.float32)
         if not k:
@@ -265,6 +268,31 @@ def test_what_is_computed_together(inner):
     compare(own)
 
 
+# -- latent attention -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("heads, inputs, outputs, offset", [(1, 1, 1, 0), (3, 7, 33, 5), (5, 64, 20, 0),
+                                                            (4, 48, 131, 1)])
+def test_head_linear(heads, inputs, outputs, offset, threads):
+    own = toy()
+    x = embedded(own, offset + heads * inputs + 2)
+    own.finish(own.op("head_linear", (x,), heads * outputs, (own.matrix(heads * outputs, inputs),), heads=heads,
+                      offset=offset))
+    compare(own, threads=threads)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("heads, latent, rope", [(1, 1, 1), (3, 20, 6), (16, 64, 16), (17, 33, 7), (5, 131, 64)])
+def test_latent_attention(heads, latent, rope, threads, dtype, tolerance):
+    own = Toy(SEED, groups=(("latent", 0),))
+    x = embedded(own, 31)
+    absorbed, rotated, kept = (own.op("linear", (x,), width, (own.matrix(width, 31),))
+                               for width in (heads * latent, heads * rope + 3, latent + rope))
+    own.finish(own.op("latent_attention", (absorbed, rotated, kept), heads * latent, layer=0, latent_dim=latent,
+                      rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope))))
+    compare(own, tolerance, threads, dtype)
+
+
 # -- layers with a state -----------------------------------------------------------------------------------------------
 def with_conv(own, x, channels, taps, bias, activated):
     weights = (own.vector(channels * taps), own.vector(channels)) if bias else (own.vector(channels * taps),)
@@ -473,8 +501,8 @@ def test_cache_groups_that_the_backend_does_not_have_are_refused():
     executor = _native.Executor()
     logits = executor.add_tensor(8, OUTPUTS)
     executor.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": 8})
-    executor.add_cache_group("latent")
-    with pytest.raises(ValueError, match="the CPU backend has no cache group of kind latent"):
+    executor.add_cache_group("recurrent")
+    with pytest.raises(ValueError, match="the CPU backend has no cache group of kind recurrent"):
         executor.allocate(max_rows=8, max_slots=8, max_length=16, span_size=16, num_spans=8, cache_dtype="float32")
 
 

@@ -20,7 +20,8 @@ from allspark_server.runtime.plan import SamplingParams
 # must be covered: then this list must shrink.
 ABSENT = {("rotary_table", name) for name in ("temporal", "height", "width", "interleaved_sections")}
 # Which place in memory is used, not what is computed.
-PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("rope", "table"), ("rotary_table", "table"),
+PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("latent_attention", "layer"),
+          ("latent_attention", "cache_group"), ("rope", "table"), ("rotary_table", "table"),
           ("lora", "target")}
 SIZES = {"heads", "head_dim", "group", "rotary_dim"}
 RANK = {"q_head_begin", "kv_begin", "expert_begin", "vocab_begin"}     # of several ranks
@@ -50,6 +51,8 @@ MODELS = {
                  lambda e: digest._run(e, (3, 37, 1), adapter=0)),
     "recurrent": (lambda empty: digest._recurrent("float32", 0, empty=empty),
                   lambda e: digest._run(e, (3, 63, 130))),
+    "latent": (lambda empty: digest._latent("float32", 0, "float32", empty=empty),
+               lambda e: digest._run(e, (3, 63, 130), groups=2)),
     **{f"variant {long}": (lambda empty, long=long: digest._variant("float32", 0, empty, long), digest._run_variant)
        for long in (False, True)},
 }
@@ -152,7 +155,7 @@ def test_another_process_finds_the_same():
 def test_the_digest_covers_each_of_its_cases(monkeypatch):
     before = digest.results_digest()
     for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests",
-                 "recurrent_digests"):
+                 "recurrent_digests", "latent_digests"):
         cases = getattr(digest, name)()
         assert len(set(cases.values())) == len(cases) and np.all([len(found) == 16 for found in cases.values()])
         for case, found in cases.items():

@@ -254,6 +254,47 @@ RECURRENT = {
 }
 """Layers with a state beside attention, stored as float32."""
 
+_LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "pad_token_id": 0}
+
+LATENT = {
+    # Queries without a latent, a softmax router without groups, two shared experts, YaRN with mscale.
+    "deepseek-v2": Spec("deepseek_v2", _sizes(72, 8, 8, 151, 3, moe_intermediate_size=176, n_routed_experts=6,
+                                              num_experts_per_tok=3, first_k_dense_replace=1, n_shared_experts=2,
+                                              q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=12, v_head_dim=20,
+                                              routed_scaling_factor=1.3, n_group=1, topk_group=1, **_LATENT)
+                        | _rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=64, mscale=0.707,
+                                mscale_all_dim=0.9, beta_fast=32, beta_slow=1)),
+    # Groups that count as much as their best expert; a latent that is no multiple of 4.
+    "deepseek-v2-groups": Spec("deepseek_v2", _sizes(96, 4, 4, 131, 2, moe_intermediate_size=37, n_routed_experts=12,
+                                                     num_experts_per_tok=3, n_group=4, topk_group=2,
+                                                     topk_method="group_limited_greedy", q_lora_rank=33,
+                                                     kv_lora_rank=34, qk_nope_head_dim=6, v_head_dim=9,
+                                                     attention_bias=True, **_LATENT) | _rope("default", 1e4)),
+    "deepseek-v3": Spec("deepseek_v3", _sizes(72, 7, 7, 151, 3, moe_intermediate_size=176, n_routed_experts=8,
+                                              num_experts_per_tok=3, first_k_dense_replace=1, n_shared_experts=1,
+                                              q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=12, v_head_dim=20,
+                                              n_group=4, topk_group=2, routed_scaling_factor=2.5, **_LATENT)
+                        | _rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=64, mscale=1.0,
+                                mscale_all_dim=1.0, beta_fast=32, beta_slow=1)),
+    # More heads than a tile of attention has rows; rotated halves instead of pairs.
+    "deepseek-v3-heads": Spec("deepseek_v3", _sizes(80, 19, 19, 97, 2, moe_intermediate_size=37, n_routed_experts=5,
+                                                    num_experts_per_tok=2, first_k_dense_replace=0, n_group=1,
+                                                    topk_group=1, q_lora_rank=None, kv_lora_rank=33,
+                                                    qk_nope_head_dim=5, v_head_dim=6, rope_interleave=False,
+                                                    norm_topk_prob=False, tie_word_embeddings=True, **_LATENT)
+                              | _rope("default", 1e5)),
+    "glm4-moe-lite": Spec("glm4_moe_lite", _sizes(72, 5, 5, 151, 3, moe_intermediate_size=176, n_routed_experts=6,
+                                                  num_experts_per_tok=2, n_shared_experts=1, q_lora_rank=24,
+                                                  kv_lora_rank=48, qk_nope_head_dim=20, v_head_dim=28,
+                                                  routed_scaling_factor=1.8, **_LATENT) | _rope("default", 1e6)),
+    "glm4-moe-lite-plain": Spec("glm4_moe_lite", _sizes(96, 4, 4, 41, 2, moe_intermediate_size=41, n_routed_experts=4,
+                                                        num_experts_per_tok=4, q_lora_rank=17, kv_lora_rank=16,
+                                                        qk_nope_head_dim=16, v_head_dim=16,
+                                                        mlp_layer_types=["dense", "sparse"], **_LATENT)
+                                | _rope("default", 1e4)),
+}
+"""Latent attention, stored as float32."""
+
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
 
 _CLASSES = {
@@ -279,6 +320,9 @@ _CLASSES = {
     "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
     "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
@@ -299,7 +343,7 @@ def _root() -> Path:
 @functools.cache
 def checkpoint(name: str) -> Path:
     """The directory of a named checkpoint, which is written on first use and removed when the process ends."""
-    spec = (CONFIGS | DENSE | EXPERTS | GPT_OSS | RECURRENT | STORED)[name]
+    spec = (CONFIGS | DENSE | EXPERTS | GPT_OSS | RECURRENT | LATENT | STORED)[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
 

@@ -93,6 +93,10 @@ struct Kernels {
                       int n, bool activated);
   // Converts the tile's queries to the kernel's format, query_bytes() at `out`, for all blocks.
   void (*convert_queries)(const AttentionTile& tile, char* out);
+  // Packs `tokens` rows of a latent cache (packed_layout) for attend(). spans, next: those of the rows, and of the rows
+  // to prefetch meanwhile, with span_size tokens each. Whole groups of keys are read.
+  void (*pack_latent)(const SpanLayout& packed, const void* const* spans, const void* const* next, int span_size,
+                      int tokens, char* out);
   void (*attend)(const AttentionTile* tiles,
                  int count);  // of `count` tiles of one block: a tile's softmax overlaps with other tiles' products
   void (*end_attention)();    // called by AttentionScope

@@ -12,6 +12,12 @@
 // second operand of a tile product. Scales are four runs of span_size floats: scale and minimum of the keys, then of
 // the values. A value is q * scale + minimum, with scale = (max - min) / (2^bits - 1). The minimum is stored as a
 // float, so equal values are exact.
+//
+// A latent cache (float32 or bfloat16) stores one row a token, whose first features are also its value:
+//
+//   latent              [token][d], d padded to a multiple of 32
+//
+// For the kernels, a block of its rows is packed into keys and values of the layouts above (pack_latent).
 #pragma once
 #include <cstddef>
 #include <stdexcept>
@@ -34,6 +40,7 @@ struct SpanLayout {
   int span_size = 0, head_dim = 0, padded_dim = 0, key_dim = 0;  // padded_dim: of values; key_dim: of keys
   size_t group_bytes = 0, value_bytes = 0;                       // of a group of keys; of a token's value
   size_t value_offset = 0, scale_offset = 0, bytes = 0;          // bytes: the whole span
+  size_t row_bytes = 0;                                          // of a token's row in a latent cache; 0: no such
   int query_dim() const { return (head_dim + 31) / 32 * 32; }    // values of a converted query, 16 bits each
 };
 
@@ -54,6 +61,31 @@ inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf1
   s.bytes = s.scale_offset + (is_quantized(dtype) ? 4 * span_size * sizeof(float) : 0);
   return s;
 }
+
+// The layout of one span of a latent cache. Throws std::invalid_argument if the cache would be quantized.
+inline SpanLayout latent_layout(DType dtype, int span_size, int head_dim, bool bf16_pairs) {
+  if (is_quantized(dtype)) throw std::invalid_argument("a latent KV cache must have type float32 or bfloat16");
+  SpanLayout s;
+  s.dtype = dtype, s.span_size = span_size, s.head_dim = head_dim;
+  s.pairs = dtype == DType::bf16 && bf16_pairs;
+  s.row_bytes = (size_t)s.query_dim() * bits_of(dtype) / 8;
+  s.bytes = s.row_bytes * span_size;
+  return s;
+}
+
+// The layout of `tokens` rows of a latent cache that are packed for the kernels. Values are the first value_dim
+// features of the rows.
+inline SpanLayout packed_layout(const SpanLayout& latent, int tokens, int value_dim) {
+  SpanLayout s = span_layout(latent.dtype, tokens, latent.head_dim, latent.pairs);
+  s.padded_dim = (value_dim + 15) / 16 * 16;
+  s.value_bytes = (size_t)s.padded_dim * bits_of(s.dtype) / 8;
+  s.bytes = s.scale_offset = s.value_offset + s.value_bytes * tokens;
+  s.row_bytes = latent.row_bytes;
+  return s;
+}
+
+// Writes a token's row [head_dim] of a latent cache. Threads may write different tokens in parallel.
+void write_latent(const SpanLayout& layout, char* span, int token, const float* row);
 
 // Writes a token's key and value, [head_dim] each (cache.cpp). Threads may write different pairs of tokens in parallel.
 void write_token(const SpanLayout& layout, char* span, int token, const float* key, const float* value);

@@ -45,6 +45,7 @@ const Kernels& kernels() {
     k.decay = decay;
     k.causal_conv = causal_conv;
     k.convert_queries = convert_queries;
+    k.pack_latent = pack_latent;
     k.attend = attend;
     k.end_attention = end_attention;
     k.merge = merge;

@@ -48,6 +48,8 @@ void causal_conv(const float* const* rows, const float* const* weights, int taps
 void rope(float* x, const float* cosine, const float* sine, int half);
 void rope_interleaved(float* x, const float* cosine, const float* sine, int half);
 void convert_queries(const AttentionTile& tile, char* out);
+void pack_latent(const SpanLayout& packed, const void* const* spans, const void* const* next, int span_size, int tokens,
+                 char* out);
 void attend(const AttentionTile* tiles, int count);
 void end_attention();
 // Applies soft cap and slopes to a row's scores with the block's first n tokens, after multiplying them by factor.

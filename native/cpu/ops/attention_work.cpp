@@ -25,7 +25,7 @@ size_t partials_of(int threads, int max_length) {
 size_t attention_scratch_bytes(const SpanLayout& layout) {
   const size_t heads = kGroupTiles * kTileRows + 1;
   return kGroupTiles * (3 * partial_floats_of(layout) * sizeof(float) + query_bytes(layout)) +
-         heads * layout.padded_dim * sizeof(float);
+         heads * layout.query_dim() * sizeof(float) + (layout.row_bytes ? layout.bytes : 0);
 }
 
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length) {

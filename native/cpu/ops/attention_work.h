@@ -29,10 +29,11 @@ constexpr int kRunBlocks = 8;
 // The heads of one rank in a layer. Query head h (counted over all ranks) uses KV head h / group.
 struct AttentionShape {
   int q_heads = 0, kv_heads = 0, head_dim = 0, q_head_begin = 0, group = 1, kv_begin = 0;
-  int window = 0;  // how many positions a row sees; 0: all
+  int window = 0;    // how many positions a row sees; 0: all
+  int rope_dim = 0;  // of a latent cache: features of keys after the head_dim that are values, too
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
-           group == o.group && kv_begin == o.kv_begin && window == o.window;
+           group == o.group && kv_begin == o.kv_begin && window == o.window && rope_dim == o.rope_dim;
   }
   // The first position that a row at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
@@ -97,7 +98,7 @@ struct AttentionWork {
 // Bytes that attention of a geometry uses for partial results and queries.
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length);
 // Bytes of a thread's scratch memory: for a group's tiles, partial results of a block, a run and the total, converted
-// queries and the queries' heads; and one more head.
+// queries and the queries' heads; one more head; and a packed block of a latent cache.
 size_t attention_scratch_bytes(const SpanLayout& layout);
 
 }  // namespace as

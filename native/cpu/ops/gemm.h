@@ -22,6 +22,9 @@ WorkUnit work_unit_of(int thread, int threads, int panels, int rows);
 // Bytes of scratch memory for `rows` converted rows of a GEMM's input, or for one row in a copy for each thread.
 size_t converted_bytes(const Core& core, const Packed& m, int rows);
 
+// Bytes of scratch memory that head_linear needs for `rows` rows: each thread converts the rows of its heads.
+size_t head_linear_bytes(const Core& core, const Packed& m, int rows);
+
 // The rows of `x` in the kernels' format. A converted tensor is used as it is. Otherwise threads divide the rows and
 // convert them into `scratch`; a single row is converted by every thread, which takes less time than a barrier. Returns
 // false if another thread has failed.

@@ -37,7 +37,8 @@ class Router : public BoundOp {
         normalized_(b.parts[0].op.flag("normalized")),
         scale_(b.parts[0].op.number("scale")),
         groups_(b.parts[0].op.integer("groups")),
-        top_groups_(b.parts[0].op.integer("top_groups")) {
+        top_groups_(b.parts[0].op.integer("top_groups")),
+        by_largest_(!std::strcmp(b.parts[0].op.choice("group_scores"), "largest")) {
     routing_.first.reserve(in_.width + 1);
     routing_.begin = 0, routing_.end = in_.width, routing_.divided = false;
     for (int i = 0; i < core_.pool.size(); i++) scratch_.emplace_back(in_.width, groups_);
@@ -100,7 +101,7 @@ class Router : public BoundOp {
     }
   }
 
-  // Restricts the choice to the groups with the largest sums of their two best experts.
+  // Restricts the choice to the groups with the largest sums of their two best experts, or with the best expert.
   void keep_groups(Own& own) const {
     const int size = in_.width / groups_;
     for (int g = 0; g < groups_; g++) {
@@ -110,7 +111,7 @@ class Router : public BoundOp {
         if (c > first) second = first, first = c;
         else if (c > second) second = c;
       }
-      own.group_scores[g] = size > 1 ? first + second : first;
+      own.group_scores[g] = size > 1 && !by_largest_ ? first + second : first;
     }
     best(own.group_scores, top_groups_, own.group_order);
     for (int i = top_groups_; i < groups_; i++)
@@ -124,6 +125,7 @@ class Router : public BoundOp {
   const bool sigmoid_, normalized_;
   const double scale_;
   const int groups_, top_groups_;
+  const bool by_largest_;
   std::vector<Own> scratch_;
 };
 

@@ -1,5 +1,7 @@
 // span_attention: writes the new keys and values, then attends over blocks of context (attention_work.h divides the
 // work). Fused with head_norm and rope, heads are normed and rotated when they enter the cache or become queries.
+// latent_attention: the same with a latent cache, whose one row a token is key and value for all heads. A thread packs
+// each block for the kernels.
 #include <algorithm>
 #include <atomic>
 #include <limits>
@@ -31,16 +33,23 @@ struct Scratchpad {
   float *partials, *runs, *results;  // of each tile of a group
   char* queries;
   float *heads, *key;
+  char* packed;  // a block of a latent cache
 };
 
 class SpanAttention : public BoundOp {
  public:
   SpanAttention(const Binding& b, std::shared_ptr<AttentionWork> work)
       : core_(b.core), work_(std::move(work)), shape_(work_->shape), layout_(work_->layout) {
-    const Part& op = *b.part(Op::span_attention);
+    const Part* latent = b.part(Op::latent_attention);
+    const Part& op = latent ? *latent : *b.part(Op::span_attention);
     cache_ = b.cache.layer(op.op.integer("layer")), cache_group_ = op.op.integer("cache_group");
     in_ = op.in(), out_ = op.out();
-    scale_ = (float)op.op.number("scale"), soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
+    scale_ = (float)op.op.number("scale");
+    if (latent) {
+      rotated_ = op.in(1), rows_ = op.in(2);
+      return;
+    }
+    soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
     if (op.op.flag("sinks")) sinks_ = op.vector(0);
     if (op.op.flag("alibi")) slopes_ = op.vector(op.op.flag("sinks"));
     for (const Part& part : b.parts) {
@@ -79,6 +88,7 @@ class SpanAttention : public BoundOp {
  private:
   struct BlockSpans {
     const void *block[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
+    const void* packed = nullptr;  // of a latent cache
   };
 
   Scratchpad scratch(int thread) const;
@@ -87,7 +97,8 @@ class SpanAttention : public BoundOp {
   void write_cache(const Batch& batch, int thread) const;
   AttentionTile make_tile(const Tile& tile, char* queries, float* heads) const;
   int block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const;
-  BlockSpans spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next, int next_block) const;
+  BlockSpans spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next, int next_block,
+                      char* packed) const;
   void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
                   float* partial) const;
   void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
@@ -110,9 +121,10 @@ class SpanAttention : public BoundOp {
   LayerCache cache_;
   int cache_group_;  // which of a slot's span tables to use
   Tensor in_, out_;
+  Tensor rotated_, rows_;  // of latent_attention: the rotated part of queries; what the cache keeps
   std::vector<HeadStep> steps_;
-  float scale_, soft_cap_;
-  double logn_;
+  float scale_, soft_cap_ = 0;
+  double logn_ = 0;
   const float *sinks_ = nullptr, *slopes_ = nullptr;  // of each head
   std::atomic<int> taken_{0};
 };
@@ -124,14 +136,20 @@ Scratchpad SpanAttention::scratch(int thread) const {
   s.runs = s.partials + floats, s.results = s.runs + floats;
   s.queries = reinterpret_cast<char*>(s.results + floats);
   s.heads = reinterpret_cast<float*>(s.queries + kGroupTiles * query_bytes(layout_));
-  s.key = s.heads + (size_t)kGroupTiles * kTileRows * layout_.padded_dim;
+  s.key = s.heads + (size_t)kGroupTiles * kTileRows * layout_.query_dim();
+  s.packed = reinterpret_cast<char*>(s.key + layout_.query_dim());
   return s;
 }
 
-// A head of a row after norm and rotation: either in place or in `room`.
+// A head of a row after norm and rotation: either in place or in `room`. Latent attention: both parts of a query.
 const float* SpanAttention::head(int row, int index, float* room) const {
   const int dim = shape_.head_dim, column = index * dim;
   const float* x = in_.row(row) + column;
+  if (shape_.rope_dim) {
+    std::copy_n(x, dim, room);
+    std::copy_n(rotated_.row(row) + (size_t)index * shape_.rope_dim, shape_.rope_dim, room + dim);
+    return room;
+  }
   bool copied = false;
   for (const HeadStep& step : steps_) {
     if (column < step.begin || column >= step.end) continue;
@@ -148,10 +166,13 @@ const float* SpanAttention::head(int row, int index, float* room) const {
 
 void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* room) const {
   const Row& r = batch.rows[row];
-  const int span = batch.slot(r.slot).spans[cache_group_][r.position / layout_.span_size];
+  const SpanLayout& stored = cache_.layout;
+  const int span = batch.slot(r.slot).spans[cache_group_][r.position / stored.span_size];
+  char* to = cache_.span(span, kv_head);
+  if (shape_.rope_dim) return write_latent(stored, to, r.position % stored.span_size, rows_.row(row));
   const float* key = head(row, shape_.q_heads + kv_head, room);
   const float* value = in_.row(row) + (size_t)(shape_.q_heads + shape_.kv_heads + kv_head) * shape_.head_dim;
-  write_token(layout_, cache_.span(span, kv_head), r.position % layout_.span_size, key, value);
+  write_token(stored, to, r.position % stored.span_size, key, value);
 }
 
 void SpanAttention::write_cache(const Batch& batch, int thread) const {
@@ -174,7 +195,7 @@ AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* h
     const int position = tile.position + i;
     for (int h = 0; h < tile.heads(); h++) {
       const int r = i * tile.heads() + h;
-      float* room = heads + (size_t)r * layout_.padded_dim;
+      float* room = heads + (size_t)r * layout_.query_dim();
       a.q[r] = head(tile.row + i, tile.head0 + h, room);
       if (logn_ && position + 1 > logn_) {
         if (a.q[r] != room) std::copy_n(a.q[r], shape_.head_dim, room), a.q[r] = room;
@@ -193,20 +214,24 @@ AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* h
 // sequence by now. The first visible span takes its place, where its tokens get weight 0.
 int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const {
   const std::vector<int32_t>& slot_spans = batch.slot(tile.slot).spans[cache_group_];
-  const int first = block * (kBlockTokens / layout_.span_size),
+  const int span_size = cache_.layout.span_size, first = block * (kBlockTokens / span_size),
             tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
-  const int count = (tokens + layout_.span_size - 1) / layout_.span_size;
-  const int seen = shape_.first_seen(tile.position) / layout_.span_size;
+  const int count = (tokens + span_size - 1) / span_size;
+  const int seen = shape_.first_seen(tile.position) / span_size;
   for (int i = 0; i < count; i++) spans[i] = cache_.span(slot_spans[std::max(first + i, seen)], tile.kv_head);
   return count;
 }
 
-// The spans of a tile's block, and of the block to prefetch meanwhile.
+// The spans of a tile's block, and of the block to prefetch meanwhile. The block of a latent cache is packed.
 SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next,
-                                                  int next_block) const {
+                                                  int next_block, char* packed) const {
   BlockSpans found;
   const int count = block_spans(batch, tile, block, found.block);
   for (int i = block_spans(batch, next, next_block, found.next); i < count; i++) found.next[i] = found.block[i];
+  if (!shape_.rope_dim) return found;
+  const int tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
+  core_.k.pack_latent(layout_, found.block, found.next, cache_.layout.span_size, tokens, packed);
+  found.packed = packed;
   return found;
 }
 
@@ -216,6 +241,7 @@ void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, co
   a.begin = block * kBlockTokens;
   a.tokens = std::min(kBlockTokens, tile.context() - a.begin);
   a.spans = spans.block, a.next = spans.next, a.cold = cold;
+  if (spans.packed) a.spans = a.next = &spans.packed, a.cold = false;  // packing has prefetched the next block
   a.maximum = partial, a.sum = partial + kTileRows, a.out = partial + 2 * kTileRows;
 }
 
@@ -271,8 +297,8 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
   const Tile *tiles = &work_->tiles[unit.first], &longest = tiles[unit.count - 1];
   AttentionTile converted[kGroupTiles];
   for (int i = 0; i < unit.count; i++)
-    converted[i] =
-        make_tile(tiles[i], s.queries + i * query_bytes(layout_), s.heads + (size_t)i * kTileRows * layout_.padded_dim);
+    converted[i] = make_tile(tiles[i], s.queries + i * query_bytes(layout_),
+                             s.heads + (size_t)i * kTileRows * layout_.query_dim());
   if (work_->one_tile_a_key && unit.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
   Tile all = longest;  // covers all tiles' positions, to locate the spans
   all.position = tiles->position, all.positions = longest.context() - all.position;
@@ -280,7 +306,7 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
   for (int b = unit.begin; b < unit.end; b++) {
     while (b >= tiles[first].blocks) first++;
     while (last < unit.count && tiles[last].first <= b) last++;
-    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, unit.end - 1));
+    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, unit.end - 1), s.packed);
     for (int i = first; i < last; i++)
       take_block(converted[i], tiles[i], b, spans, i == first, s.partials + i * floats);
     core_.k.attend(converted + first, last - first);
@@ -317,7 +343,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
     const int block = pair.block;
     if (p == p0 || block == tile.first) converted = make_tile(tile, s.queries, s.heads);
     if (work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
-    const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block);
+    const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block, s.packed);
     float* partial = pair.kept == Kept::block ? work.partial(pair.partial) : s.partials;
     take_block(converted, tile, block, spans, true, partial);
     core_.k.attend(&converted, 1);
@@ -392,14 +418,9 @@ AttentionShape shape_of(const OpNode& op) {
   return s;
 }
 
-}  // namespace
-
-static std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
-  const OpNode& op = b.part(Op::span_attention)->op;
-  const AttentionShape shape = shape_of(op);
+std::unique_ptr<BoundOp> bind_attention(const Binding& b, const AttentionShape& shape, const SpanLayout& layout) {
   for (const auto& work : b.attention)
     if (work->shape == shape) return std::make_unique<SpanAttention>(b, work);
-  const SpanLayout& layout = b.cache.layer(op.integer("layer")).layout;
   auto work = std::make_shared<AttentionWork>(shape, layout, b.core.pool.size(), b.limits.max_length);
   b.attention.push_back(work);
   auto attention = std::make_unique<SpanAttention>(b, work);
@@ -407,6 +428,23 @@ static std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
   return attention;
 }
 
+}  // namespace
+
+static std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
+  const OpNode& op = b.part(Op::span_attention)->op;
+  return bind_attention(b, shape_of(op), b.cache.layer(op.integer("layer")).layout);
+}
+
+static std::unique_ptr<BoundOp> bind_latent_attention(const Binding& b) {
+  const Part& part = *b.part(Op::latent_attention);
+  AttentionShape shape;
+  shape.head_dim = part.op.integer("latent_dim"), shape.rope_dim = part.op.integer("rope_dim");
+  shape.q_heads = shape.group = part.out().width / shape.head_dim, shape.kv_heads = 1;
+  const SpanLayout& stored = b.cache.layer(part.op.integer("layer")).layout;
+  return bind_attention(b, shape, packed_layout(stored, kBlockTokens, shape.head_dim));
+}
+
 const RegisterCpuOp kSpanAttention({{Op::span_attention}}, bind_span_attention);
+const RegisterCpuOp kLatentAttention({{Op::latent_attention}}, bind_latent_attention);
 
 }  // namespace as

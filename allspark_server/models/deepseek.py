@@ -1,0 +1,72 @@
+"""DeepSeek-V2, V3, R1 and V3.1, Kimi-K2 and GLM-4.7-Flash: latent attention, a few dense layers, then experts behind a
+router with groups, and a shared expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from allspark_server.models.architecture import Architecture, text_part, translated
+from allspark_server.models.blocks import begin, finish, latent_attention, mlp_or_experts
+from allspark_server.models.expert_fields import grouped_experts
+from allspark_server.models.fields import MAX_HEAD_DIM, MAX_SIZE, Fields
+from allspark_server.models.graph import Graph
+from allspark_server.models.network import ExpertConfig, LatentConfig, ModelConfig
+
+
+def deepseek(config: ModelConfig) -> Graph:
+    """Builds the network."""
+    assert config.latent is not None and config.experts is not None
+    correction = "gate.e_score_correction_bias" if config.experts.scores == "sigmoid" else ""
+    graph, x = begin(config)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        graph.add(x, latent_attention(graph, h, f"{prefix}.self_attn", layer, config.latent))
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        graph.add(x, mlp_or_experts(graph, h, f"{prefix}.mlp", layer, correction=correction))
+    return finish(graph, x)
+
+
+def _heads(fields: Fields) -> Fields:
+    """The size of a head is that of its rotated part; every head reads the one row that the cache keeps."""
+    values = {"num_key_value_heads": fields.need_positive("num_attention_heads"),
+              "head_dim": fields.need_positive("qk_rope_head_dim", most=MAX_HEAD_DIM)}
+    kinds = fields.get("mlp_layer_types", list, [])
+    if kinds:
+        dense = [kind == "dense" for kind in kinds]
+        if sorted(dense, reverse=True) != dense or len(dense) != fields.need_positive("num_hidden_layers"):
+            raise fields.error("mlp_layer_types", "must hold 'dense' or 'sparse' for each layer, dense ones first")
+        values["first_k_dense_replace"] = sum(dense)
+    return translated(fields, **values)
+
+
+def _latent(fields: Fields) -> dict[str, Any]:
+    latent, nope, rope, value = (fields.need_positive(name, most=MAX_SIZE) for name in (
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query = fields.need_positive("q_lora_rank", most=MAX_SIZE) if fields.get("q_lora_rank", int) is not None else 0
+    return {"latent": LatentConfig(latent, nope, rope, value, query, fields.get("rope_interleave", bool, True))}
+
+
+def _softmax_experts(fields: Fields, layers: int) -> ExpertConfig:
+    """DeepSeek-V2's: weights are probabilities, and a group counts as much as its best expert."""
+    if fields.get("topk_method", str, "greedy") == "greedy":
+        fields = translated(fields, n_group=1, topk_group=1)
+    dense = fields.get("first_k_dense_replace", int, 0)
+    experts = grouped_experts(translated(fields, first_k_dense_replace=dense, norm_topk_prob=False), layers)
+    return replace(experts, scores="softmax", group_scores="largest")
+
+
+_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "translate": _heads, "more": _latent}
+
+ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": Architecture(deepseek, "deepseek_v2", "DeepSeek-V2", experts=_softmax_experts, **_COMMON),
+    "DeepseekV3ForCausalLM": Architecture(deepseek, "deepseek_v3", "DeepSeek-V3, R1, V3.1, Kimi-K2",
+                                          experts=grouped_experts, **_COMMON),
+    "Glm4MoeLiteForCausalLM": Architecture(deepseek, "glm4_moe_lite", "GLM-4.7-Flash", experts=grouped_experts,
+                                           **_COMMON),
+    "KimiK25ForConditionalGeneration": Architecture(
+        deepseek, "kimi_k25", "Kimi-K2.5, K2.6, K2.7 (text part)", experts=grouped_experts, stored_as="text_part",
+        **{**_COMMON, "translate": lambda fields: _heads(text_part(fields))}),
+}

@@ -1,0 +1,99 @@
+// Packs rows of a latent cache into keys and values for the kernels of attention (span_layout.h).
+//
+// The cache holds one row a token, so that decode reads each byte once. Keys are wanted as [group][d][token], values as
+// rows or as pairs of rows. A packed block stays in the second-level cache, and serves all query heads of a group of
+// tiles. Packing moves bits only, so results do not depend on it.
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels/tables.h"
+#include "cpu/kernels/tile.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+// Transposes units of T: 16 rows of n units, `stride` bytes apart, to [n][16].
+template <typename T>
+void transpose(const char* rows, size_t stride, int n, char* out) {
+  T* to = reinterpret_cast<T*>(out);
+  for (int i = 0; i < n; i++, to += kKeyGroup)
+    for (int t = 0; t < kKeyGroup; t++) std::memcpy(to + t, rows + t * stride + i * sizeof(T), sizeof(T));
+}
+
+#if defined(AS_ISA_AVX512)
+// The same for 16 units of 32 bits: in each step, blocks of twice the size change places.
+void transpose_16(const char* rows, size_t stride, char* out) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 16
+  for (int t = 0; t < 16; t++) a[t] = _mm512_loadu_si512(rows + t * stride);
+#pragma GCC unroll 8
+  for (int t = 0; t < 16; t += 2)
+    b[t] = _mm512_unpacklo_epi32(a[t], a[t + 1]), b[t + 1] = _mm512_unpackhi_epi32(a[t], a[t + 1]);
+#pragma GCC unroll 4
+  for (int t = 0; t < 16; t += 4)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++)
+      a[t + 2 * i] = _mm512_unpacklo_epi64(b[t + i], b[t + 2 + i]),
+                a[t + 2 * i + 1] = _mm512_unpackhi_epi64(b[t + i], b[t + 2 + i]);
+  // a[4 g + c]: units 4 l + c of rows 4 g to 4 g + 3 in lane l of 128 bits.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m512i low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x44), high = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xee),
+                  low2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x44),
+                  high2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xee);
+    _mm512_storeu_si512(out + 64 * c, _mm512_shuffle_i32x4(low, low2, 0x88));
+    _mm512_storeu_si512(out + 64 * (4 + c), _mm512_shuffle_i32x4(low, low2, 0xdd));
+    _mm512_storeu_si512(out + 64 * (8 + c), _mm512_shuffle_i32x4(high, high2, 0x88));
+    _mm512_storeu_si512(out + 64 * (12 + c), _mm512_shuffle_i32x4(high, high2, 0xdd));
+  }
+}
+#endif
+
+void transpose_words(const char* rows, size_t stride, int n, char* out) {
+  int i = 0;
+#if defined(AS_ISA_AVX512)
+  for (; i + 16 <= n; i += 16) transpose_16(rows + i * 4, stride, out + i * 64);
+#endif
+  transpose<uint32_t>(rows + i * 4, stride, n - i, out + i * 64);
+}
+
+// Interleaves n 16-bit values of two rows. n is a multiple of 16.
+void interleave(const char* even, const char* odd, int n, char* out) {
+  const uint16_t *a = reinterpret_cast<const uint16_t*>(even), *b = reinterpret_cast<const uint16_t*>(odd);
+  uint16_t* to = reinterpret_cast<uint16_t*>(out);
+  for (int d = 0; d < n; d += 16) {
+#if defined(AS_ISA_AVX512)
+    const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + d))),
+                  y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + d)));
+    _mm512_storeu_si512(to + 2 * d, _mm512_or_si512(x, _mm512_slli_epi32(y, 16)));
+#else
+    for (int i = d; i < d + 16; i++) to[2 * i] = a[i], to[2 * i + 1] = b[i];
+#endif
+  }
+}
+
+}  // namespace
+
+void pack_latent(const SpanLayout& s, const void* const* spans, const void* const* next, int span_size, int tokens,
+                 char* out) {
+  for (int t = 0; t < tokens; t += kKeyGroup) {
+    const size_t within = t % span_size * s.row_bytes;
+    const char* rows = static_cast<const char*>(spans[t / span_size]) + within;
+    const char* ahead = static_cast<const char*>(next[t / span_size]) + within;
+    for (size_t line = 0; line < kKeyGroup * s.row_bytes; line += 64) prefetch_far(ahead + line);
+    char *keys = out + t / kKeyGroup * s.group_bytes, *values = out + s.value_offset + t * s.value_bytes;
+    if (s.dtype == DType::f32) transpose_words(rows, s.row_bytes, s.head_dim, keys);
+    else if (s.pairs) transpose_words(rows, s.row_bytes, s.key_dim / 2, keys);
+    else transpose<uint16_t>(rows, s.row_bytes, s.head_dim, keys);
+    for (int i = 0; i < kKeyGroup; i += 2, values += 2 * s.value_bytes) {
+      const char *even = rows + i * s.row_bytes, *odd = even + s.row_bytes;
+      if (s.pairs) interleave(even, odd, s.padded_dim, values);
+      else std::memcpy(values, even, s.value_bytes), std::memcpy(values + s.value_bytes, odd, s.value_bytes);
+    }
+  }
+}
+
+}  // namespace AS_ISA
+}  // namespace as

@@ -1,0 +1,145 @@
+"""Latent attention: DeepSeek-V2, V3, Kimi-K2 and GLM-4.7-Flash, against transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+from allspark_client import AsCacheMode
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel
+from allspark_server.weights.checkpoint import open_model
+from reference.loading import logits_after, model_runner
+from support.checkpoints import (
+    LATENT,
+    PROMPT_LENGTHS,
+    check_greedy,
+    check_logits,
+    checkpoint,
+    greedy_of,
+    prompt_of,
+    reference_logits,
+)
+from support.driver import Driver, together
+
+RANKS = (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_graph_describes_the_model(name):
+    runner = model_runner(checkpoint(name))
+    for length in (1, 7, 90):
+        prompt = prompt_of(length)
+        check_logits(logits_after(runner, prompt), reference_logits(checkpoint(name), prompt))
+
+
+@pytest.mark.parametrize("name, world", [
+    pytest.param(name, world, marks=() if world in (1, RANKS[1 + i % 3]) else pytest.mark.slow)
+    for i, name in enumerate(LATENT) for world in RANKS])
+def test_logits(name, world):
+    with Driver(checkpoint(name), world) as driver:
+        for length in PROMPT_LENGTHS:
+            prompt = prompt_of(length)
+            _, logits = driver.generate(prompt, 1)
+            check_logits(logits[0], reference_logits(checkpoint(name), prompt))
+
+
+@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if i in (0, 2) else pytest.mark.slow)
+                                  for i, name in enumerate(LATENT)])
+def test_greedy_output(name, world):
+    """256 tokens; prompts in chunks of 48 rows, then token by token."""
+    with Driver(checkpoint(name), world) as driver:
+        tokens, _ = driver.generate(prompt_of(90, seed=1), 256, chunk=48)
+        check_greedy(tokens, greedy_of(name))
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name, form, group", [
+    (name, *form) if (name, form[0]) in (("deepseek-v3-heads", "bfloat16"), ("glm4-moe-lite", "w8a8"))
+    else pytest.param(name, *form, marks=slow) for name in LATENT for form in FORMATS])
+def test_the_same_bits_alone_and_in_a_batch(name, form, group):
+    prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 270)]
+    fields = {"weight_dtype": form, "weight_group_size": group, "engine_max_batch": 4, "max_step_tokens": 1024}
+    with Driver(checkpoint(name), 1, **fields) as driver:
+        expected = [together(driver, [p], 1 << 20)[0] for p in prompts]
+        for chunk in (1 << 20, 37):
+            for row, wanted in zip(together(driver, prompts, chunk), expected):
+                np.testing.assert_array_equal(row, wanted)
+        tokens, logits = driver.generate(prompts[2], 40)  # decode, and the same rows as a prompt
+        again = driver.generate([*prompts[2], *tokens[:33]], 1, chunk=50)[1][0]
+        np.testing.assert_array_equal(again, logits[33])
+    with Driver(checkpoint(name), 1, **{**fields, "num_threads": 3}) as driver:
+        for row, wanted in zip(together(driver, prompts, 50), expected):
+            np.testing.assert_array_equal(row, wanted)
+
+
+@slow
+@pytest.mark.parametrize("form, group, tolerance", [
+    ("bfloat16", 0, 0.15), ("int8", 0, 0.2), ("int4", 32, 1.2), ("w8a8", 0, 0.4), ("w4a8", 32, 1.2)])
+@pytest.mark.parametrize("name", LATENT)
+def test_weight_formats(name, form, group, tolerance):
+    prompt = prompt_of(64)
+    expected = reference_logits(checkpoint(name), prompt)
+    for world in (1,) if group else (1, 2):  # ranks would cut inside groups
+        with Driver(checkpoint(name), world, weight_dtype=form, weight_group_size=group) as driver:
+            _, logits = driver.generate(prompt, 1)
+        assert np.sqrt(np.mean((logits[0] - expected) ** 2)) / expected.std() < tolerance
+
+
+@pytest.mark.parametrize("name, form, group", [
+    (name, form, group) if (name, form) == ("deepseek-v3", "auto") else pytest.param(name, form, group, marks=slow)
+    for name in LATENT for form, group in (("auto", 0), *FORMATS[2:])])
+def test_serialized_and_reloaded(name, form, group, tmp_path):
+    """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
+    source = checkpoint(name)
+    options = {} if form == "auto" else {"enable_quant": True, "customized_quant_config": {
+        "weight_format": "uint4" if "4" in form else "int8", "group_size": group,
+        "compute_method": "activate_quant" if form.startswith("w") else "weight_only"}}
+    HuggingFaceModel(source, "m").serialize_to_path(None, tmp_path, **options)
+    prompt, fields = prompt_of(100), {"weight_dtype": form, "weight_group_size": group}
+    for world in (1,) if group else (1, 2):
+        with Driver(source, world, **fields) as a, Driver(tmp_path / "m.asgraph", world) as b:
+            np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
+
+
+# -- checkpoints as they are published, and what is refused ------------------------------------------------------------
+def test_the_text_of_kimi(tmp_path):
+    """The names and the nested fields of Kimi-K2.5; the tower is not loaded."""
+    source, text = checkpoint("deepseek-v3"), json.loads((checkpoint("deepseek-v3") / "config.json").read_text())
+    shutil.copy(source / "generation_config.json", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {},
+        "text_config": {**text, "model_type": "kimi_k2"}}))
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file({**tensors, "vision_tower.patch_embed.proj.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    prompt = prompt_of(129)
+    with Driver(tmp_path, 1) as driver:
+        check_logits(driver.generate(prompt, 1)[1][0], reference_logits(source, prompt))
+
+
+def test_a_quantized_latent_cache_is_refused():
+    with pytest.raises(AllSparkError, match="is not available for latent attention"):
+        Driver(checkpoint("deepseek-v3"), 1, cache_mode=AsCacheMode.AsCacheQuantI8)
+
+
+def test_gpus_are_refused():
+    """Without a GPU: the device's own answer."""
+    from allspark_server.runtime.device import Gpu
+
+    graph = open_model(str(checkpoint("deepseek-v3"))).graph
+    op = next(op for op in graph.ops if op.type == "latent_attention")
+    with pytest.raises(AllSparkError, match="latent attention is not available on CUDA yet"):
+        Gpu.latent_span_bytes(object.__new__(Gpu), 16, op, "bfloat16")
