@@ -124,9 +124,7 @@ class Device:
         x = graph.tensors[op.inputs[0]]
         if op.type == "causal_conv":
             return self._library.causal_conv_bytes(x.width_of(rank, world), op.attrs["taps"])
-        keys, values = (block.width_of(rank, world) for block in x.blocks[1:])
-        key_dim, value_dim = int(op.attrs["key_dim"]), int(op.attrs["value_dim"])
-        key_heads = keys // key_dim
+        key_heads, values, key_dim, value_dim = delta_heads(graph, op, rank, world)
         return self._library.gated_delta_bytes(key_heads, values // value_dim // key_heads, key_dim, value_dim,
                                                key_dim if op.attrs.get("channels") else 1)
 
@@ -266,10 +264,6 @@ class Gpu(Device):
         """See `Device.latent_span_bytes`."""
         raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "latent attention is not available on CUDA yet")
 
-    def state_bytes(self, graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
-        """See `Device.state_bytes`."""
-        raise not_available(f"{graph.config.architecture}, whose layers have a recurrent state, on CUDA")
-
     def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
         """See `Device.form_of`."""
         return gpu_form(form, experts, self._capability, firsts)
@@ -335,7 +329,15 @@ class Gpu(Device):
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
                 + model.span_bytes(self)  # a span of zeros stands for positions that windows have left behind
-                + self._widened_bytes(model, rows, outputs))
+                + self._widened_bytes(model, rows, outputs) + self._delta_bytes(model, rows))
+
+    def _delta_bytes(self, model: RankModel, rows: int) -> int:
+        """Bytes of the workspace for prompts of layers with the gated delta rule."""
+        sizes = [self._library.gated_delta_scratch(key_heads, values // value_dim, rows)
+                 for key_heads, values, _, value_dim in (
+                     delta_heads(model.graph, op, model.rank, model.world)
+                     for op in model.graph.ops if op.type == "gated_delta")]
+        return max(sizes, default=0)
 
     def _widened_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """Bytes of the workspace for GEMMs of quantized matrices with many rows."""
@@ -348,6 +350,13 @@ class Gpu(Device):
                     weight.rows_of(model.rank, model.world), model.slice_of(weight).inputs, after.type == "silu_mul",
                     most))
         return widened
+
+
+def delta_heads(graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int, int, int]:
+    """Of a gated_delta op on a rank: key heads, columns of values, dimensions of a key head and of a value head."""
+    keys, values = (block.width_of(rank, world) for block in graph.tensors[op.inputs[0]].blocks[1:])
+    key_dim = int(op.attrs["key_dim"])
+    return keys // key_dim, values, key_dim, int(op.attrs["value_dim"])
 
 
 def tensor_bytes(model: RankModel, rows: int, outputs: int) -> int:

@@ -268,9 +268,9 @@ def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu) -> 
     return e
 
 
-def _recurrent(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
+def _recurrent(weights: str, group: int, empty: Callable = _on_cpu, kinds: tuple[int, ...] = (0, 1)) -> Any:
     """An executor with a model of two layers with a state: with a decay for each head, and for each channel, and with
-    each kind of gates.
+    each kind of gates. kinds: whether each layer's decays are for each channel.
     """
     e = empty()
     matrix, vector = _weights_of(e, weights, group, iter(range(201, 300)))
@@ -281,7 +281,7 @@ def _recurrent(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
         (HIDDEN, True), (VOCAB, True)))
     embedding = matrix(VOCAB, HIDDEN)
     e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
-    for channels in (0, 1):
+    for channels in kinds:
         decays = HEADS * HEAD_DIM if channels else HEADS
         gates = e.add_tensor(decays + HEADS)
         e.add_op("linear", [x], [mixed], [matrix(columns, HIDDEN)], {})
@@ -453,6 +453,7 @@ def gpu_digests(index: int) -> dict[str, str]:
 
     found = {f"weights {weights}": _run(_executor(weights, 0, "float32", empty=empty), (3, 37, 1, 290))
              for weights in UNQUANTIZED}
+    found["recurrent"] = _run(_recurrent("float32", 0, empty, (0,)), (3, 63, 130))
     found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache, empty=empty), (LONG,)) for cache in UNQUANTIZED}
     parts, norm = fixed_values((3, 5, 200), 1), fixed_values((200,), 3)
     for dtype in UNQUANTIZED:

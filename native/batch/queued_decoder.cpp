@@ -37,7 +37,7 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   const bool copies = !plan.saved.empty() || !plan.restored.empty();
   if (copies) store_->copy(plan.saved, plan.restored);
   steps_.push_back({slots_.batch(), copies});
-  if (!steps_.back().batch.rows.empty()) runner_.begin(steps_.back().batch, want_logits);
+  if (!steps_.back().batch.empty()) runner_.begin(steps_.back().batch, want_logits);
   return true;
 }
 

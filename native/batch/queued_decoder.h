@@ -12,7 +12,8 @@ namespace as {
 class QueuedRunner {
  public:
   virtual ~QueuedRunner() = default;
-  // Queues a batch's rows. A row has the id sampled_after(i) if the previous step samples its id from output i.
+  // Queues a batch's copies of states, then its rows. Nothing else is called for a batch without rows. A row has the id
+  // sampled_after(i) if the previous step samples its id from output i.
   virtual void begin(const Batch& batch, bool want_logits) = 0;
   // Queues sampling. Returns false if the host samples some rows; then the next step's rows may not refer to those.
   virtual bool sample(const Batch& batch) = 0;

@@ -81,6 +81,7 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   slot_limits_.windows = program_.windows(), slot_limits_.masks = masks;
   slot_limits_.hidden_states = runner_->hidden_states();
   slot_limits_.adapters.assign(adapters.count, 0);
+  slot_limits_.state_spans = runner_->state_spans();
   make_decoder();
 }
 

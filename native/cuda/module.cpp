@@ -349,6 +349,26 @@ PYBIND11_MODULE(_cuda, m) {
       py::arg("out_features"), py::arg("in_features"), py::arg("gated"), py::arg("rows"),
       "Bytes of scratch memory that GEMMs of a quantized matrix take for so many rows. gated: it has "
       "gate and up rows.");
+  m.def(
+      "gated_delta_bytes",
+      [](int key_heads, int group, int key_dim, int value_dim, int) {
+        const PageBytes page = gated_delta_bytes({key_dim, value_dim, key_heads, key_heads * group});
+        return std::make_pair(page.state, page.recent);
+      },
+      py::arg("key_heads"), py::arg("group"), py::arg("key_dim"), py::arg("value_dim"), py::arg("decays"),
+      "As the CPU backend's.");
+  m.def(
+      "causal_conv_bytes",
+      [](int channels, int taps) {
+        const PageBytes page = causal_conv_bytes(channels, taps);
+        return std::make_pair(page.state, page.recent);
+      },
+      py::arg("channels"), py::arg("taps"), "As the CPU backend's.");
+  m.def(
+      "gated_delta_scratch",
+      [](int key_heads, int heads, int rows) { return gated_delta_scratch({0, 0, key_heads, heads}, rows); },
+      py::arg("key_heads"), py::arg("heads"), py::arg("rows"),
+      "Bytes that a gated_delta op takes for steps of so many rows.");
   m.def("padded_rows", padded_rows, py::arg("rows"), py::arg("most"),
         "The rows that a decode step of `rows` rows is padded to, if no step has more than `most`.");
   m.def("span_bytes",

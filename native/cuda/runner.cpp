@@ -33,6 +33,7 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
       workspace_(device, program, weights, limits, adapters),
       times_(program),
       graphs_(device) {
+  if (!workspace_.state_pages.empty()) states_.emplace(device, workspace_);
   compile(false);
   if (adapters && adapters->targets()) compile(true);
   const OpNode& sample = program.ops().back();
@@ -87,12 +88,15 @@ OpTime CudaRunner::timed(const std::vector<int>& ops, size_t launches) const {
 
 void CudaRunner::begin(const Batch& batch, bool want_logits) {
   device_.use();
+  if (states_) states_->copy(batch);
+  if (batch.rows.empty()) return;
+  if (states_) states_->begin(batch);
   const bool heads = !forms_[0].heads_from || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
   const bool graph = limits_.graphs && heads && decodes(batch);
   const int padded = graph ? padded_rows((int)batch.rows.size(), limits_.most_decode_rows()) : 0;
-  const Size size = workspace_.data->copy(batch, padded, device_);
+  const Size size = workspace_.data->copy(batch, padded, states_ ? &states_->positions() : nullptr, device_);
   begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
   if (padded && !size.prefill_tiles && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
   else launch(size, heads, begun_.timed);

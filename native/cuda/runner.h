@@ -12,6 +12,7 @@
 #include "cuda/step/device_sampler.h"
 #include "cuda/step/graphs.h"
 #include "cuda/step/op_times.h"
+#include "cuda/step/states.h"
 #include "cuda/step/warm_up.h"
 
 namespace as::cuda {
@@ -49,6 +50,8 @@ class CudaRunner : public QueuedRunner {
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }
   bool hidden_states() const { return forms_[0].heads_from > 0; }
+  // The spans that hold a slot's recurrent state; 0: the program has none.
+  int state_spans() const { return states_ ? states_->spans() : 0; }
 
  private:
   using Size = Workspace::Size;
@@ -75,9 +78,10 @@ class CudaRunner : public QueuedRunner {
   LogitSampler& sampler_;
   const std::optional<Ranks> ranks_;
   Workspace workspace_;
-  Form forms_[2];         // without adapters, and with adapters
-  std::set<int> paired_;  // weights whose gate and up rows are interleaved
-  int hidden_ = -1;       // the tensor of hidden states; -1: none
+  std::optional<States> states_;  // none if no op has a state
+  Form forms_[2];                 // without adapters, and with adapters
+  std::set<int> paired_;          // weights whose gate and up rows are interleaved
+  int hidden_ = -1;               // the tensor of hidden states; -1: none
   size_t hidden_rows_ = 0;
   Memory host_argmax_, host_logits_, host_hidden_;
   std::optional<DeviceSampler> device_sampler_;

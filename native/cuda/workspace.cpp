@@ -38,6 +38,19 @@ SharedHeads shared_heads(const OpNode& op) {
   return kv_heads == 1 ? SharedHeads{q_heads, 0} : SharedHeads{group, first};
 }
 
+DeltaShape delta_shape(const Program& program, const OpNode& op) {
+  const auto width = [&](int tensor) { return program.tensors()[tensor].width; };
+  DeltaShape shape;
+  shape.key = op.integer("key_dim"), shape.value = op.integer("value_dim");
+  shape.heads = width(op.outputs[0]) / shape.value;
+  shape.key_heads = (width(op.inputs[0]) - width(op.outputs[0])) / (2 * shape.key);
+  if (op.flag("channels")) refuse("op gated_delta with a decay for each channel");
+  if (shape.key > kMostKeyDim)
+    refuse("op gated_delta with key heads of " + std::to_string(shape.key) + " features, at most " +
+           std::to_string(kMostKeyDim));
+  return shape;
+}
+
 Workspace::Workspace(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
                      const Adapters* adapters)
     : device(device),
@@ -55,9 +68,10 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   allocate_tensors();
   allocate_scratch();
   allocate_cache();
+  allocate_states();
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group, max_kv_splits_,
-               program.windows(), limits.num_spans);
+               program.windows(), limits.num_spans, !state_pages.empty());
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
 }
@@ -225,6 +239,27 @@ void Workspace::allocate_cache() {
   max_kv_splits_ = most_kv_splits(few, limits.max_length, partial * sizeof(float), limits.partial_bytes);
   partials = Memory(partial * max_kv_splits_ * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory(few * max_heads * sizeof(int), "partial results of attention");
+}
+
+void Workspace::allocate_states() {
+  size_t bytes = 0, rows = 0;
+  for (const OpNode& op : program.ops()) {
+    if (!op.is(Op::causal_conv) && !op.is(Op::gated_delta)) continue;
+    StatePages pages;
+    if (op.is(Op::causal_conv)) {
+      pages.bytes = causal_conv_bytes(tensors[op.inputs[0]].rows.width, op.integer("taps"));
+    } else {
+      const DeltaShape shape = delta_shape(program, op);
+      pages.bytes = gated_delta_bytes(shape), rows = std::max(rows, gated_delta_scratch(shape, limits.max_rows));
+    }
+    state_pages.push_back(pages);
+    bytes += (pages.bytes.state + pages.bytes.recent) * limits.max_slots;
+  }
+  states = Memory(bytes, "recurrent states", Memory::Where::lent);
+  delta_rows = Memory(rows, "products of keys and queries", Memory::Where::lent);
+  char* next = states.as();
+  for (StatePages& pages : state_pages)
+    pages.data = next, next += (pages.bytes.state + pages.bytes.recent) * limits.max_slots;
 }
 
 void Workspace::allocate_expert_rows() {

@@ -8,6 +8,7 @@
 #include "cuda/kernel_choice.h"
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/moe/moe.h"
+#include "cuda/kernels/recurrent/recurrent.h"
 #include "cuda/step/step_data.h"
 #include "cuda/weights/adapters.h"
 #include "cuda/weights/weights.h"
@@ -40,6 +41,9 @@ struct SharedHeads {
   int group, first;
 };
 SharedHeads shared_heads(const OpNode& attention);
+
+// The heads of a gated_delta op. Throws std::invalid_argument if the backend does not support them.
+DeltaShape delta_shape(const Program& program, const OpNode& op);
 
 // A tensor of the program.
 struct Tensor {
@@ -84,12 +88,13 @@ class Workspace {
   const int max_splits;         // KV splits of the longest possible sequence
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;
+  std::vector<StatePages> state_pages;    // of the ops with a state, in their order
   int group = 1;                          // query heads per KV head
   std::map<int, ExpertRows> expert_rows;  // by row set
   KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number
   std::optional<StepData> data;
-  Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, argmax, inner;
+  Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, argmax, inner, states, delta_rows;
 
  private:
   void check_limits() const;
@@ -99,10 +104,11 @@ class Workspace {
   void allocate_scratch();
   void allocate_cache();
   void allocate_expert_rows();
+  void allocate_states();
 
   int max_kv_splits_ = 0;  // of all decode tiles of a step
   std::vector<Memory> routing_memory_;
-  Memory* const lent_[4] = {&activations, &cache, &partials, &widened};
+  Memory* const lent_[6] = {&activations, &cache, &partials, &widened, &states, &delta_rows};
 };
 
 }  // namespace as::cuda

@@ -316,16 +316,6 @@ def test_a_draft_model_with_states_is_refused():
         Driver(source, 1, speculation="draft", draft_model=source)
 
 
-def test_gpus_are_refused_until_they_have_the_ops():
-    """Without a GPU: the device's own answer."""
-    from allspark_server.runtime.device import Gpu
-
-    graph = open_model(str(checkpoint("qwen3-next"))).graph
-    op = next(op for op in graph.ops if op.type == "gated_delta")
-    with pytest.raises(AllSparkError, match="whose layers have a recurrent state, on CUDA is not available yet"):
-        Gpu.state_bytes(object.__new__(Gpu), graph, op, 0, 1)
-
-
 # -- with a vision tower -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["qwen3-5", pytest.param("qwen3-5-moe", marks=slow)])
 def test_the_text_of_a_model_that_sees(name, tmp_path, caplog):

@@ -18,6 +18,7 @@ from reference.batch import Limits, Slots
 from reference.plan import GIVEN, LOOKUP, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
 from support.driver import shared_memories
+from support.recurrent_toys import SHAPES, recurrent_model, with_conv, with_delta
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
@@ -294,22 +295,6 @@ def test_latent_attention(heads, latent, rope, threads, dtype, tolerance):
 
 
 # -- layers with a state -----------------------------------------------------------------------------------------------
-def with_conv(own, x, channels, taps, bias, activated):
-    weights = (own.vector(channels * taps), own.vector(channels)) if bias else (own.vector(channels * taps),)
-    return own.op("causal_conv", (x,), channels, weights, taps=taps, activated=activated)
-
-
-def with_delta(own, x, heads, key_heads, key, value, channels, rate=0.0):
-    """rate: the mean of A_log."""
-    decays = heads * key if channels else heads
-    mixed = own.op("linear", (x,), 2 * key_heads * key + heads * value,
-                   (own.matrix(2 * key_heads * key + heads * value, own.program.tensors[x][0]),))
-    gates = own.op("linear", (x,), decays + heads, (own.matrix(decays + heads, own.program.tensors[x][0]),))
-    return own.op("gated_delta", (mixed, gates), heads * value, (own.vector(rate + own.rng.normal(size=heads)),
-                                                                 own.vector(decays)),
-                  key_dim=key, value_dim=value, channels=channels)
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("taps, bias, activated", [(1, False, True), (2, True, False), (4, False, True),
                                                    (4, True, True), (7, False, False)])
@@ -318,9 +303,6 @@ def test_causal_conv(channels, taps, bias, activated, threads):
     own = toy()
     own.finish(with_conv(own, embedded(own, channels), channels, taps, bias, activated))
     compare(own, threads=threads)
-
-
-SHAPES = [(1, 1, 1, 1), (4, 2, 20, 12), (6, 6, 7, 33), (8, 2, 64, 64), (3, 1, 128, 128)]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -350,20 +332,6 @@ def test_gates_of_each_value(gate, width):
     x = own.embedding(VOCAB, width, 20 * own.rng.normal(size=(VOCAB, width)))
     own.finish(own.op(gate, (x, own.op("linear", (x,), width, (own.matrix(width, width),)))))
     compare(own)
-
-
-def recurrent_model(seed: int, channels: bool):
-    """Two layers with states beside one of attention."""
-    own = Toy(seed)
-    x = embedded(own, 24)
-    for layer in range(2):
-        own.op("add", (x, with_conv(own, x, 24, 4, bool(layer), True)))
-        y = with_delta(own, x, 4, 2, 20, 12, channels, -1.0)
-        own.op("add", (x, own.op("linear", (y,), 24, (own.matrix(24, 48),))))
-    qkv = own.op("linear", (x,), 40, (own.matrix(40, 24),))
-    own.op("add", (x, own.op("linear", (own.attention(qkv, 3, 1, 8),), 24, (own.matrix(24, 24),))))
-    own.finish(own.op("linear", (x,), VOCAB, (own.matrix(VOCAB, 24),)))
-    return own
 
 
 LONG = 330

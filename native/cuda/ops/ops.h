@@ -63,6 +63,7 @@ struct Binding {
   const std::vector<OpNode> ops;  // of the form
   std::vector<Launch> launches;
   int hidden_tensor = -1;  // -1: none
+  size_t next_state = 0;   // number of the next op with a state
   size_t heads_from = 0;   // launches from this one on compute logits; 0: unknown
 
   // The number of the next sum over ranks, and how many sums a step makes. That is an even number, so that each sum

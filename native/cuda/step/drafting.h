@@ -21,6 +21,7 @@ class Drafting {
     explicit Waiting(CudaRunner& runner) : runner(runner) {}
     RunOutput run(const Batch& batch, bool want_logits) override {
       runner.begin(batch, want_logits);
+      if (batch.rows.empty()) return {};
       runner.sample(batch);
       return runner.finish(batch);
     }

@@ -6,7 +6,9 @@
 namespace as::cuda {
 namespace {
 
-constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
+constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int), kItemInts = sizeof(StateItem) / sizeof(int),
+                 kChunkInts = sizeof(StateChunk) / sizeof(int);
+static_assert(kChunkRows == kStateStep && kMostDrafts <= kChunkRows);
 
 }  // namespace
 
@@ -17,12 +19,15 @@ int padded_rows(int rows, int most) {
 }
 
 bool StepData::Size::operator<(const Size& other) const {
-  return std::tie(rows, outputs, decode_tiles, prefill_tiles, kv_splits, adapted) <
-         std::tie(other.rows, other.outputs, other.decode_tiles, other.prefill_tiles, other.kv_splits, other.adapted);
+  const auto all = [](const Size& s) {
+    return std::tie(s.rows, s.outputs, s.decode_tiles, s.prefill_tiles, s.kv_splits, s.adapted, s.short_items,
+                    s.long_items, s.chunks);
+  };
+  return all(*this) < all(other);
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
-                   int max_splits, std::vector<int> windows, int no_span)
+                   int max_splits, std::vector<int> windows, int no_span, bool has_states)
     : span_size_(span_size),
       group_(group),
       groups_((int)windows.size()),
@@ -37,13 +42,15 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
       take(adapters_, rows), take(chosen_, max_outputs);
-  take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, max_tiles * kTileInts), take(tables_, table_ * groups_);
+  take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, max_tiles * kTileInts),
+      take(state_items_, has_states ? rows * kItemInts : 0), take(chunks_, has_states ? rows * kChunkInts : 0);
+  take(tables_, table_ * groups_);
   all_ = next;
   for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
   device_memory_ = Memory(all_ * sizeof(int), "rows of a step");
 }
 
-StepData::Size StepData::copy(const Batch& batch, int padded, const Device& device) {
+StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositions* states, const Device& device) {
   turn_ = 1 - turn_;
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int used = 0, kv_splits = 0;  // entries used of each group's table; of decode tiles
@@ -87,6 +94,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   }
   if (padded) size.rows = size.outputs = padded;
   if (padded && !size.prefill_tiles) size.decode_tiles = padded;
+  if (states) add_states(batch, padded, *states, size);
   send(size, used, device);
   return size;
 }
@@ -115,8 +123,31 @@ StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
   std::fill_n(host(chosen_), size.outputs, 0);
   std::fill_n(decode, size.decode_tiles, AttentionTile{0, 0, 0, 0, 0});
   for (int g = 0; g < groups_; g++) std::fill_n(host(tables_) + g * table_, max_spans_, no_span_);
+  if (chunks_ > state_items_) {  // ops have a state
+    size.short_items = prefills ? 1 : size.rows;
+    std::fill_n(reinterpret_cast<StateItem*>(host(state_items_)), size.short_items, StateItem{-1, 0, 0, 0, 0, 0});
+  }
   send(size, max_spans_, device);
   return size;
+}
+
+// Short items first; long ones with their chunks.
+void StepData::add_states(const Batch& batch, int padded, const StatePositions& states, Size& size) const {
+  StateItem* items = reinterpret_cast<StateItem*>(host(state_items_));
+  StateChunk* chunks = reinterpret_cast<StateChunk*>(host(chunks_));
+  const auto described = [&](const Item& item) {
+    return StateItem{item.slot, item.row, item.start, item.count, item.drafts, states.position(item.slot)};
+  };
+  for (const Item& item : batch.items)
+    if (item.count <= kShortRows) items[size.short_items++] = described(item);
+  for (int r = (int)batch.rows.size(); r < padded; r++) items[size.short_items++] = {-1, 0, 0, 0, 0, 0};
+  for (const Item& item : batch.items) {
+    if (item.count <= kShortRows) continue;
+    const int index = size.short_items + size.long_items++;
+    items[index] = described(item);
+    for (int at = state_position(item.start); at < item.start + item.count; at += kChunkRows)
+      chunks[size.chunks++] = {index, at};
+  }
 }
 
 // Queues the copy of a step's arrays. A small step copies the beginning of each array in one two-dimensional copy; a
@@ -133,7 +164,8 @@ void StepData::send(const Size& size, int used, const Device& device) const {
           "copying a step's rows");
   };
   const size_t most = std::max({size.rows, size.outputs, size.decode_tiles * (int)kTileInts,
-                                size.prefill_tiles * (int)kTileInts, 1}),
+                                size.prefill_tiles * (int)kTileInts, size.chunks * (int)kChunkInts,
+                                (size.short_items + size.long_items) * (int)kItemInts, 1}),
                small = pitch_ / 4, tables = used;
   if (most > small) copy_all(0, tables_);
   else if (tables > small) copy(0, most, tables_ / pitch_);

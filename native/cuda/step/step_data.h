@@ -2,8 +2,9 @@
 #pragma once
 #include <vector>
 
-#include "batch/batch.h"
+#include "batch/state_positions.h"
 #include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/recurrent/recurrent.h"
 #include "cuda/memory/device.h"
 
 namespace as::cuda {
@@ -16,23 +17,25 @@ class StepData {
  public:
   // group: query heads per KV head. max_spans: per sequence. max_splits: KV splits of all decode tiles. windows: of
   // each cache group; 0: full attention. no_span: replaces the spans that a sliding window has left. Other sequences
-  // may own those by now.
+  // may own those by now. has_states: whether ops have a state of each sequence.
   StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group, int max_splits,
-           std::vector<int> windows, int no_span);
+           std::vector<int> windows, int no_span, bool has_states);
 
   // A step's counts, which set the sizes of launches. In a padded step kernels skip the padding rows.
   struct Size {
     int rows = 0, outputs = 0, decode_tiles = 0, prefill_tiles = 0;
-    int kv_splits = 1;     // of decode tiles: 1, or 2 if some have several
-    bool adapted = false;  // whether any row has an adapter
+    int kv_splits = 1;                                // of decode tiles: 1, or 2 if some have several
+    bool adapted = false;                             // whether any row has an adapter
+    int short_items = 0, long_items = 0, chunks = 0;  // of ops with a state
     bool operator<(const Size& other) const;
   };
   // Queues the copy of a batch. padded: 0, or the number of rows to pad a decode batch to. Such a batch has prefill
-  // tiles only if the number of query heads to a KV head or of KV splits is too large for decode tiles.
-  Size copy(const Batch& batch, int padded, const Device& device);
+  // tiles only if the number of query heads to a KV head or of KV splits is too large for decode tiles. states: null,
+  // or the positions of the slots' states, which have begun this step.
+  Size copy(const Batch& batch, int padded, const StatePositions* states, const Device& device);
   // Queues the copy of a step of `wanted`'s size whose rows are stored nowhere and serve no request. Decode tiles are
   // empty. If there are prefill tiles, all rows have some, which attend to the span that replaces others; the returned
-  // size has their number.
+  // size has their number. Items with a state have no slot.
   Size copy_idle(const Size& wanted, const Device& device);
 
   const int* step() const { return at(step_); }  // number of earlier steps
@@ -46,8 +49,13 @@ class StepData {
   const int* tables(int group) const { return at(tables_) + group * table_; }  // span tables of a cache group
   const AttentionTile* decode_tiles() const { return reinterpret_cast<const AttentionTile*>(at(decode_tiles_)); }
   const AttentionTile* prefill_tiles() const { return reinterpret_cast<const AttentionTile*>(at(prefill_tiles_)); }
+  StateRows state_rows(const Size& size) const {
+    return {reinterpret_cast<const StateItem*>(at(state_items_)), reinterpret_cast<const StateChunk*>(at(chunks_)),
+            size.short_items, size.long_items, size.chunks};
+  }
 
  private:
+  void add_states(const Batch& batch, int padded, const StatePositions& states, Size& size) const;
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
   size_t whole_pitches(size_t ints) const { return (ints + pitch_ - 1) / pitch_ * pitch_; }
@@ -58,8 +66,8 @@ class StepData {
   const std::vector<int> windows_;
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
-  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, decode_tiles_, prefill_tiles_, tables_,
-      all_;                          // offsets, in ints
+  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, decode_tiles_, prefill_tiles_, state_items_,
+      chunks_, tables_, all_;        // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   int turn_ = 0;
 };

@@ -1,0 +1,49 @@
+// Norms of heads and gates, in place.
+#include "cuda/kernels/common/device.cuh"
+#include "cuda/kernels/recurrent/recurrent.h"
+
+namespace as::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ float sigmoid(float x) { return __fdiv_rn(1.0f, 1.0f + expf(-x)); }
+
+// A warp for each head.
+__global__ void __launch_bounds__(kThreads) gated_rms_norm_kernel(float* x, const float* gate, GatedNorm norm,
+                                                                  int heads, int width) {
+  after_previous();
+  const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (head >= heads) return;
+  const size_t begin = (size_t)blockIdx.y * width + head * norm.head_dim;
+  x += begin, gate += begin;
+  float sum = 0;
+  for (int c = lane; c < norm.head_dim; c += 32) sum = fmaf(x[c], x[c], sum);
+  const float factor = __fdiv_rn(1.0f, sqrtf(warp_sum(sum) / norm.head_dim + norm.eps));
+  for (int c = lane; c < norm.head_dim; c += 32) {
+    const float value = __fmul_rn(__fmul_rn(x[c], factor), norm.weight[c]), g = gate[c];
+    x[c] = __fmul_rn(value, norm.sigmoid ? sigmoid(g) : __fmul_rn(g, sigmoid(g)));
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) sigmoid_gate_kernel(float* x, const float* gate, size_t count) {
+  after_previous();
+  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
+  if (i < count) x[i] = __fmul_rn(x[i], sigmoid(gate[i]));
+}
+
+}  // namespace
+
+void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, int rows, int width, const Queue& queue) {
+  const int heads = width / norm.head_dim;
+  start(queue, gated_rms_norm_kernel, dim3(ceil_div(heads, kThreads / 32), rows), kThreads, 0, x, gate, norm, heads,
+        width);
+  launched("gated_rms_norm");
+}
+
+void sigmoid_gate(float* x, const float* gate, size_t count, const Queue& queue) {
+  start(queue, sigmoid_gate_kernel, dim3(ceil_div(count, kThreads)), kThreads, 0, x, gate, count);
+  launched("sigmoid_gate");
+}
+
+}  // namespace as::cuda
