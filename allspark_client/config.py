@@ -94,7 +94,7 @@ class AsModelConfig(Checked):
     lora_names: list[str] = custom_field(check_strings, factory=list)
     #: "auto": as stored. On GPUs only: "float16", where values beyond ±65504 are clamped, and "float8", e4m3 with a
     #: scale for each output channel and each token. Of checkpoints with matrices in MXFP4, such as gpt-oss', "mxfp4" is
-    #: what "auto" means, and "bfloat16" dequantizes these
+    #: what "auto" means, and "bfloat16" dequantizes these. Of checkpoints in FP8, "bfloat16" does so, too
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
     #: length along K of the groups of quantized weights that share a scale; 0: one scale per output channel
     weight_group_size: int = choice_field(0, GROUP_SIZES)

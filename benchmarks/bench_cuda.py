@@ -7,7 +7,8 @@ and the fraction of the roofline.
 `mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
 such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load.
 
-`format=mxfp4` is for experts; all else is bfloat16 then. gpt-oss' sinks, windows and biases are left out.
+`format=float8:128` is as FP8 checkpoints in blocks have it: embedding and head are bfloat16. `format=mxfp4` is for
+experts; all else is bfloat16 then. gpt-oss' sinks, windows and biases are left out.
 
 `ranks=N` uses GPUs 0 to N-1 of one host, with a process (or, with threads=1, a thread) for each. The roofline is then
 that of all of them together.
@@ -84,7 +85,9 @@ class Model:
             values = rng.integers(0, 256, (4096, max(hidden, inner) // 2)).astype(np.uint8)
             scales = rng.integers(118, 122, (4096, max(hidden, inner) // 32)).astype(np.uint8)
 
-        def matrix(n: int, k: int, experts: int = 1, size: float = 0.035) -> int:
+        of_head = ("bfloat16", 0) if form == ("float8", 128) else form
+
+        def matrix(n: int, k: int, experts: int = 1, size: float = 0.035, form: tuple[str, int] = form) -> int:
             if experts > 1 and of_experts[0] == "mxfp4":
                 handle = e.add_matrix(experts * n, k, *of_experts, experts)
                 for first in range(0, experts * n, 4096):
@@ -92,7 +95,7 @@ class Model:
                     e.fill_mx(handle, values[:rows, :k // 2], scales[:rows, :k // 32], first)
                 return handle
             handle = e.add_matrix(experts * n, k, *form, experts)
-            if dtype in ("bfloat16", "float16") and k % 64 == 0:
+            if form[0] in ("bfloat16", "float16") and k % 64 == 0:
                 e.fill_noise(handle, size)
             else:
                 for first in range(0, experts * n, 4096):
@@ -128,7 +131,7 @@ class Model:
             (hidden, 1), (hidden, 1), (vocab, 1)))
         router_logits = e.add_tensor(max(self.experts, 1))
         e.add_op("rotary_table", [], [], [frequencies], {"rotary_dim": dim})
-        e.add_op("embedding", [], [x], [matrix(vocab, hidden, size=1.0)], {"vocab_begin": begin})
+        e.add_op("embedding", [], [x], [matrix(vocab, hidden, size=1.0, form=of_head)], {"vocab_begin": begin})
         e.add_op("all_reduce", [x], [x], [], {})
         for layer in range(layers):
             e.add_op("rms_norm", [x], [y], [ones], {"eps": 1e-6})
@@ -149,7 +152,7 @@ class Model:
             e.add_op("add", [x, branch], [x], [], {})
         e.add_op("select_rows", [x], [last], [], {})
         e.add_op("rms_norm", [last], [normed], [ones], {"eps": 1e-6})
-        e.add_op("linear", [normed], [logits], [matrix(vocab, hidden)], {})
+        e.add_op("linear", [normed], [logits], [matrix(vocab, hidden, form=of_head)], {})
         e.add_op("sample", [logits], [], [], {"vocab_begin": begin, "vocab_size": whole})
         began = time.perf_counter()
         self.spans = -(-max_length // SPAN)
@@ -166,7 +169,7 @@ class Model:
         mlp = float(ranks * sum(_cuda.matrix_bytes(*shape, *of_experts) for shape in ((2 * inner, hidden),
                                                                                       (hidden, inner))))
         self.expert_bytes = mlp if self.experts else 0.0
-        self.bytes = _cuda.matrix_bytes(whole, hidden, *form) + layers * (
+        self.bytes = _cuda.matrix_bytes(whole, hidden, *of_head) + layers * (
             bytes_of(((heads + 2 * kv) * dim, hidden), (hidden, heads * dim)) + mlp - self.expert_bytes
             + 4.0 * self.experts * hidden)
         self.position_bytes = ranks * layers * kv * _cuda.span_bytes(SPAN, dim, cache) / SPAN

@@ -72,7 +72,10 @@ class RankModel:
         #: the format of each matrix, by the weight's name
         self.formats = {name: form_of(graph.weights[name], form)
                         for name, form in wanted_formats(graph, config, unquantized).items()}
+        self._tell_of_cut_blocks(device)
         self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
+        if form.dtype == "e4m3" and config.weight_dtype == "bfloat16":  # other bits than as it is stored
+            self.weight_dtype, self.weight_group_size = config.weight_dtype, 0
         self.quantize_head = stored.quantize_head if stored else config.quantize_head
         computed = unquantized if form.quantized else self.weight_dtype
         plain = computed if config.cache_dtype == "auto" else config.cache_dtype
@@ -82,6 +85,19 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
                                 "float32 or bfloat16")
+
+    def _tell_of_cut_blocks(self, device: Device) -> None:
+        """Logs which matrices of a quantized checkpoint would stay quantized if ranks' slices began elsewhere."""
+        if self.rank:
+            return
+        for name, form in self.formats.items():
+            weight = self.graph.weights[name]
+            if weight.stored is None or form.quantized or self.config.weight_dtype != "auto":
+                continue
+            whole = device.form_of(weight.stored, bool(weight.experts), [0])
+            if whole.quantized:
+                logger.warning("matrix %r is computed in %s, not in %s: with %d ranks, slices begin inside groups of "
+                               "%d columns", name, form, whole, self.world, weight.stored.group_size)
 
     # -- sizes -----------------------------------------------------------------------------------------------------
     def weight_bytes(self, device: Device) -> int:

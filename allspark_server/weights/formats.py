@@ -19,6 +19,7 @@ SMALLEST_GROUP = 8  # the smallest group along K that the kernels support
 SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER = ".scale", ".offset", ".super_scale", ".super_offset", ".order"
 
 MXFP4_BLOCK = 32  # columns that share a scale
+FLOAT8_BLOCK = 128  # the same of FP8 in blocks, on GPUs
 UNQUANTIZED_DTYPES = ("float32", "bfloat16")  # types of unquantized weights in a quantized model
 SMALL_FLOATS = ("e4m3", "nf4", "e2m1")  # formats of quantized checkpoints that weight_dtype cannot request
 STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *SMALL_FLOATS)
@@ -66,6 +67,11 @@ class WeightFormat:
     def is_mxfp4(self) -> bool:
         """Whether a checkpoint's matrix is in MXFP4; on GPUs the format is called "mxfp4"."""
         return (self.dtype, self.group_size, self.layout) == ("e2m1", MXFP4_BLOCK, ScaleLayout("bfloat16", "none"))
+
+    @property
+    def may_be_recovered(self) -> bool:
+        """Whether weight_dtype="bfloat16" dequantizes a checkpoint's matrix."""
+        return self.is_mxfp4 or self.dtype == "e4m3"
 
     @property
     def bits(self) -> int:
@@ -207,7 +213,8 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
     wanted, quantized = WeightFormat(config.weight_dtype, config.weight_group_size), activated(stored)
     foreign = graph.quantization.is_foreign  # then 8-bit activations may be requested as well
     by_bytes = foreign and wanted.dtype == quantized.dtype and wanted.group_size in (0, stored.group_size)
-    as_stored = config.weight_dtype == "auto" or (stored.is_mxfp4 and config.weight_dtype in ("mxfp4", "bfloat16"))
+    as_stored = (config.weight_dtype == "auto" or (stored.is_mxfp4 and config.weight_dtype == "mxfp4")
+                 or (stored.may_be_recovered and config.weight_dtype == "bfloat16"))
     if not as_stored and not by_bytes and replace(stored, layout=ScaleLayout()) != wanted:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR,
@@ -215,7 +222,7 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
             + (f"is quantized, as {stored}; use weight_dtype='auto'" if foreign else
                f"was serialized as {stored}; use weight_dtype='auto', or serialize it again")
             + (f" or {quantized.dtype!r}" if foreign and quantized != stored else "")
-            + (" or 'bfloat16', which dequantizes it" if stored.is_mxfp4 else ""),
+            + (" or 'bfloat16', which dequantizes it" if stored.may_be_recovered else ""),
         )
     if graph.quantization.quantize_head and not config.quantize_head:
         raise AllSparkError(
@@ -228,7 +235,7 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
     def format_of(weight: Weight) -> WeightFormat:
         if weight.stored is None:
             return WeightFormat("float32" if weight.name in routing else unquantized)
-        if weight.stored.is_mxfp4 and config.weight_dtype == "bfloat16":
+        if weight.stored.may_be_recovered and config.weight_dtype == "bfloat16":
             return WeightFormat("bfloat16")
         return activated(weight.stored) if by_bytes else weight.stored
 

@@ -1,10 +1,10 @@
 """Formats of quantized checkpoints on the CUDA backend.
 
 The backend has one layout of scales for integers, groups with a scale and an offset in bfloat16 (as InstantQuant), and
-e4m3 with a float32 scale for each row. 4-bit values and symmetric 8-bit values stay quantized; their scales are rounded
-to bfloat16, as in other servers that compute in bfloat16. MXFP4 of experts stays as it is. Other formats (FP8 in
-blocks, other FP4, NF4, permuted columns, 8-bit zero points, whose offsets are too large for bfloat16) are dequantized
-as on CPUs, to the bit, and rounded to bfloat16.
+e4m3 with a float32 scale for each row, or for each 128 columns of a row; FP8 in blocks has the latter. 4-bit values and
+symmetric 8-bit values stay quantized; their scales are rounded to bfloat16, as in other servers that compute in
+bfloat16. MXFP4 of experts stays as it is. Other formats (other FP8 and FP4, NF4, permuted columns, 8-bit zero points,
+whose offsets are too large for bfloat16) are dequantized as on CPUs, to the bit, and rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.common_form import plain_scales
-from allspark_server.weights.formats import MXFP4_BLOCK, SCALE_TYPES, WeightFormat
+from allspark_server.weights.formats import FLOAT8_BLOCK, MXFP4_BLOCK, SCALE_TYPES, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, in_pieces
 
 GPU_FORMATS = (*UNQUANTIZED, *GROUPED, "float8", "mxfp4")
@@ -33,7 +33,7 @@ RECOVERED_ELEMENTS = 1 << 18  # dequantized at a time: about a millisecond of wo
 def on_gpu(form: WeightFormat) -> bool:
     """Whether the CUDA backend computes with matrices of this format."""
     if form.dtype == "float8":
-        return not form.group_size
+        return form.group_size in (0, FLOAT8_BLOCK)
     if form.dtype == "mxfp4":
         return form.group_size == MXFP4_BLOCK
     size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
@@ -48,8 +48,9 @@ def gpu_form(form: WeightFormat, experts: bool, capability: int, firsts: Sequenc
     """
     if on_gpu(form):
         return form
-    if form.dtype == "e4m3" and not form.group_size and not experts and capability == HOPPER:
-        return WeightFormat("float8")
+    if form.dtype == "e4m3" and form.group_size in (0, FLOAT8_BLOCK) and not experts and capability == HOPPER:
+        whole = not form.group_size or not any(first % FLOAT8_BLOCK for first in firsts)
+        return WeightFormat("float8", form.group_size) if whole else WeightFormat(RECOVERED)
     if form.is_mxfp4 and experts and not any(first % MXFP4_BLOCK for first in firsts):
         return WeightFormat("mxfp4", MXFP4_BLOCK)
     same = WeightFormat(form.dtype, form.group_size)
@@ -71,7 +72,7 @@ def _has_codes(form: WeightFormat) -> bool:
 
 def recoded(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, columns: int) -> QuantizedTensor:
     """A matrix of the format `own` in the format `form` that gpu_form() returned for it. Its scales and zeros are
-    uint16 [n, groups]: bfloat16, or for float8 the lower and the upper half of each row's float32 scale.
+    uint16 [n, groups]: bfloat16, or for float8 the lower and the upper half of float32 scales.
     """
     def as_floats(found: QuantizedRows) -> QuantizedRows:
         bad = int(((found.quants & 0x7F) == 0x7F).sum())

@@ -1,6 +1,7 @@
 // Prefill GEMM of 8-bit floats (native/cuda/kernels/gemm/gemm_8bit_prefill.cu) with each tile size: bits against the
 // stream-K kernel's, error against float64, and speed at the shapes of Qwen2.5-7B.
-// `./wide8 [integers] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being w8a8's
+// `./wide8 [integers | groups] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being
+// w8a8's, groups floats with a scale for each 128 columns
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
 //   ../../../native/cuda/kernels/quantize/quantize_rows.cu -o wide8
 #include <algorithm>
@@ -14,7 +15,8 @@
 #include "cuda/kernels/gemm/gemm_quantized_stream_k.cuh"
 
 void as::cuda::gemm_float8_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
-  start_quantized_stream_k<Floats>(p, rows, queue);
+  if (p.w.has_float_groups()) start_quantized_stream_k<Floats<true>>(p, rows, queue);
+  else start_quantized_stream_k<Floats<>>(p, rows, queue);
 }
 void as::cuda::gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   start_quantized_stream_k<Integers<8>>(p, rows, queue);
@@ -26,7 +28,7 @@ void must(cudaError_t e, const char* what) {
   if (e) printf("%s: %s\n", what, cudaGetErrorString(e)), exit(1);
 }
 
-bool integers;
+bool integers, groups;
 void stream(const GemmArgs& p, int rows, const Queue& queue) {
   integers ? gemm_integer_stream_k(p, rows, queue) : gemm_float8_stream_k(p, rows, queue);
 }
@@ -49,7 +51,9 @@ __global__ void fill(Quants quants, size_t rows, int columns, uint64_t seed) {
             of_high = quants.floats ? to_e4m3(high * 100) : min(max((int)(128 + high * 40), 0), 255);
   reinterpret_cast<uint16_t*>(quants.words)[word * 2 + bit_of(8, column) / 16] = of_low | of_high << 8;
   if (column) return;
-  quants.scales[scale_of(row, 0, 1)] = quants.floats ? __float_as_uint(scale) : to_dtype16x2(scale, scale * (row % 5));
+  for (int group = 0; group < quants.groups; group++)
+    quants.scales[scale_of(row, group, quants.groups)] =
+        quants.floats ? __float_as_uint(scale * (1 + group % 3)) : to_dtype16x2(scale, scale * (row % 5));
 }
 __global__ void fill_floats(float* x, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -74,11 +78,14 @@ __global__ void exact(GemmArgs p, int columns, double* out) {
     const int within = (k % 8 / 2) * 4 + k % 16 / 8 * 2 + k % 2;
     const size_t to =
         ((size_t)(column / kBlock) * blocks + k / kBlock) * kByteBlock + byte_chunk(column % kBlock, k % kBlock / 16);
+    const int group = k / p.w.quants.group, last = min((group + 1) * 2, blocks) - 1;
+    const double of_row =
+        p.w.quants.groups > 1 ? p.bytes.sums[(size_t)last * blocks_of(gridDim.x) * kBlock + row] : p.bytes.scales[row];
     sum += (double)from_e4m3(p.bytes.values[at + within]) *
-           from_e4m3(reinterpret_cast<const uint8_t*>(p.w.quants.words)[to + within]);
+           from_e4m3(reinterpret_cast<const uint8_t*>(p.w.quants.words)[to + within]) * of_row *
+           __uint_as_float(p.w.quants.scales[scale_of(column, group, p.w.quants.groups)]);
   }
-  out[(size_t)row * columns + column] =
-      sum * __uint_as_float(p.w.quants.scales[scale_of(column, 0, 1)]) * p.bytes.scales[row];
+  out[(size_t)row * columns + column] = sum;
 }
 
 Queue queue{nullptr, 90};
@@ -101,7 +108,8 @@ struct Problem {
     const int blocks = (rows + 127) / 128 * 128;
     p.w.n = n, p.w.k = k, p.w.kind = integers ? Kind::integers : Kind::float8,
     p.w.max_split_k = quant_split_k(n, k, kMaxSplitK);
-    p.w.quants = {8, k, 1, !integers, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
+    const int group = groups ? kFloatGroup : k, count_of = (k + group - 1) / group;
+    p.w.quants = {8, group, count_of, !integers, true, false, nullptr, memory<uint32_t>(scales_bytes(n, count_of))};
     for (int i = 0; i < count; i++) {
       copies.push_back(memory<uint32_t>(quants_bytes(n, k, 8)));
       p.w.quants.words = copies.back();
@@ -145,11 +153,7 @@ struct Way {
 };
 std::vector<Way> ways(const Problem& a, bool streams) {
   std::vector<Way> all;
-  if (streams) {
-    all.push_back({"stream", nullptr, stream});
-    if (a.rows > 64 && !integers)
-      all.push_back({"s128/4", nullptr, start_stream_k_tiles<StreamKShape<Floats, 128, 4>>});
-  }
+  if (streams) { all.push_back({"stream", nullptr, stream}); }
   const auto add = [&](const Choice& c) {
     if ((c.sums == Sums::whole) != (SplitK(a.p.w.k, a.p.w.max_split_k).count == 1)) return;
     Way way{"", &c, nullptr};
@@ -158,6 +162,8 @@ std::vector<Way> ways(const Problem& a, bool streams) {
   };
   if (integers)
     for (const Choice& c : kOfIntegers) add(c);
+  else if (groups)
+    for (const Choice& c : kOfFloatGroups) add(c);
   else
     for (const Choice& c : kOfFloats) add(c);
   return all;
@@ -166,6 +172,7 @@ std::vector<Way> ways(const Problem& a, bool streams) {
 unsigned long long* counter;
 
 void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
+  if (groups && (blocks_of(k) % 2 || k <= kFloatGroup)) return;  // stream-K alone computes these
   Problem a(n, k, rows, gated, adds, bias);
   stream(a.p, rows, queue);
   char* expected = memory<char>(a.y_bytes);
@@ -332,7 +339,7 @@ int main(int argc, char** argv) {
       if (!strcmp(argv[i], what)) return true;
     return false;
   };
-  integers = asked("integers");
+  integers = asked("integers"), groups = asked("groups");
   const char* only = "";
   std::vector<int> sizes;
   for (int i = 1; i < argc; i++) {

@@ -92,6 +92,8 @@ GemmAlgo choose_bytes(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) 
   if (any && rows <= kFewByteRows && has_gemv(chip, g, false, false) &&
       GemvPlan(w, GemvPlan::kRowTile, chip.sms).stages)
     return GemmAlgo::small_m;
+  // gemm_8bit_prefill() has groups in whole steps.
+  if (w.has_float_groups() && blocks_of(w.k) % 2) return GemmAlgo::stream_k;
   const bool has_prefill = (floats || (w.quants.bits == 8 && w.quants.groups == 1)) && g.writes_16_bytes;
   return has_prefill && (algo == GemmAlgo::prefill || (any && rows > kMaxStreamedRows)) ? GemmAlgo::prefill
                                                                                         : GemmAlgo::stream_k;
@@ -270,7 +272,7 @@ std::string format_of(const Matrix& w) {
     case Kind::integers:
       return groups(w.quants.bits == 8 ? "w8a8" : "w4a8");
     case Kind::float8:
-      return "float8";
+      return groups("float8");
     case Kind::mxfp4:
       return "mxfp4";
   }

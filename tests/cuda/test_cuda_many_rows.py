@@ -9,7 +9,7 @@ from reference.toy import Toy
 from support.gpu_toys import SEED, VOCAB, compiled, embedded, executor, logits_of_rows, small_model, tokens_of
 
 pytestmark = pytest.mark.cuda
-FORMS = [("bfloat16", 0), ("float16", 0), ("float8", 0), ("w8a8", 0), ("w4a8", 128), ("int4", 64)]
+FORMS = [("bfloat16", 0), ("float16", 0), ("float8", 0), ("float8", 128), ("w8a8", 0), ("w4a8", 128), ("int4", 64)]
 ROWS, COLUMNS = 997, 251  # that differ; they come again and again, at distances that no tile has
 
 

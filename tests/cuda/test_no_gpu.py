@@ -152,7 +152,7 @@ def test_memory_is_counted_without_a_gpu():
 @pytest.mark.parametrize("given, refused", [
     (("nf4",), "weights of type nf4 are not available on CUDA yet"),
     (("int4", 24), "weights of type int4 in groups of 24 are not available on CUDA"),
-    (("float8", 64), "weights of type float8 have a scale for each row, and no groups"),
+    (("float8", 64), "weights of type float8 have a scale for each row or for groups of 128 columns: got groups of 64"),
     (("w4a8", 32), "weights of type w4a8 in groups of 32 are not available on CUDA"),
 ])
 def test_formats_that_there_are_not_are_refused_by_name(given, refused):
@@ -199,6 +199,7 @@ def test_what_a_gpu_has_of_formats():
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
     assert on_gpu(WeightFormat("float8")) and on_gpu(WeightFormat("float16"))
+    assert on_gpu(WeightFormat("float8", 128)) and not on_gpu(WeightFormat("float8", 64))
     assert on_gpu(WeightFormat("w8a8", 64)) and not on_gpu(WeightFormat("w8a8", 32))
     assert not on_gpu(WeightFormat("e4m3")) and not on_gpu(WeightFormat("int4", 24))
     assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))
@@ -261,6 +262,9 @@ AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0
     ({}, (3584, 3584, "w8a8"), {}, [(1, "gemv, quantizes"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
     ({}, (4608, 3584, "float8"), {"normed": True},
      [(1, "gemv, norms"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (64, "stream_k"), (None, "prefill")]),
+    ({}, (3584, 3584, "float8", 128), {}, [(64, "stream_k"), (None, "prefill")]),
+    ({}, (3584, 1344, "float8", 128), {}, [(None, "stream_k")]),  # steps of prefill are whole groups
     ({}, (4608, 3584, "w4a8", 64), {"normed": True}, [(1, "stream_k, norms"), (None, "stream_k")]),
     (AMPERE, (3584, 3584, "bfloat16"), {}, [(None, "mma")]),
     (AMPERE, (4608, 3584, "int4", 64), {}, [(256, "mma"), (None, "prefill")]),

@@ -51,12 +51,12 @@ def test_formats_of_matrices(name, formats, tmp_path):
     assert found == {"bfloat16", *formats}
 
 
-def opened_on_gpu(directory, **fields) -> RankModel:
+def opened_on_gpu(directory, world: int = 1, **fields) -> RankModel:
     """A model opened with a GPU's checks of types, without a GPU."""
     gpu = Gpu.__new__(Gpu)
     gpu.isa, gpu._capability, gpu._group = "sm_90 (without a name)", 90, [0]
     config = AsModelConfig("m", str(directory), compute_unit="CUDA:0", **fields)
-    model = RankModel(config, str(directory), config.weights_path, 0, 1, gpu)
+    model = RankModel(config, str(directory), config.weights_path, 0, world, gpu)
     gpu.check(config, set(model.formats.values()), model.cache_dtype)
     return model
 
@@ -145,7 +145,10 @@ def test_what_is_counted_as_no_number(tmp_path, caplog):
     (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), False, 90, WeightFormat("float8")),
     (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), True, 90, WeightFormat("bfloat16")),
     (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
-    (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), False, 90, WeightFormat("bfloat16")),
+    (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), False, 90, WeightFormat("float8", 128)),
+    (WeightFormat("e4m3", 128, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
+    (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), True, 90, WeightFormat("bfloat16")),
+    (WeightFormat("e4m3", 64, ScaleLayout("float32", "none")), False, 90, WeightFormat("bfloat16")),
     (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), True, 80, WeightFormat("mxfp4", 32)),
     (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
     (WeightFormat("e2m1", 16, ScaleLayout("float32", "none")), True, 90, WeightFormat("bfloat16")),
@@ -160,6 +163,12 @@ def test_slices_inside_groups():
     form = WeightFormat("int4", 128, ScaleLayout("float16", "points"))
     assert gpu_form(form, False, 90, [0, 9472]) == gpu_form(form, False, 90, [0, 32]) == WeightFormat("int4", 128)
     assert gpu_form(form, False, 90, [0, 72]) == WeightFormat("bfloat16")
+
+
+def test_slices_of_float8_in_blocks():
+    form = WeightFormat("e4m3", 128, ScaleLayout("float32", "none"))
+    assert gpu_form(form, False, 90, [0, 9472]) == WeightFormat("float8", 128)
+    assert gpu_form(form, False, 90, [0, 192]) == WeightFormat("bfloat16")
 
 
 def test_slices_of_mxfp4():
@@ -198,15 +207,31 @@ def test_experts_in_mxfp4_as_requested(tmp_path):
         opened_on_gpu(checkpoint(OTHER), weight_dtype="mxfp4")
 
 
-def test_floats_keep_their_scales_and_are_numbers():
-    own, scales = WeightFormat("e4m3", 0, ScaleLayout("float32", "none")), np.float32([[1 / 3], [-2e-30]])
-    quants = np.arange(252, dtype=np.uint8).reshape(2, 126)
+def test_float8_in_blocks_as_requested(tmp_path, caplog):
+    quantized, _ = pair_of(tmp_path, "fp8")
+    assert "float8:128" in {str(form) for form in opened_on_gpu(quantized).formats.values()}
+    assert not caplog.records
+    plain = opened_on_gpu(quantized, weight_dtype="bfloat16")
+    assert {str(form) for form in plain.formats.values()} == {"bfloat16"} == {plain.weight_dtype}
+    cut = opened_on_gpu(quantized, world=3)
+    cut_one = next(name for name in cut.formats if "o_proj" in name)
+    assert str(cut.formats[cut_one]) == "bfloat16"
+    told = f"matrix {cut_one!r} is computed in bfloat16, not in float8:128: with 3 ranks, slices begin inside"
+    assert told in caplog.text
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_floats_keep_their_scales_and_are_numbers(groups):
+    size = 0 if groups == 1 else 128
+    own, scales = WeightFormat("e4m3", size, ScaleLayout("float32", "none")), np.float32([[1 / 3, 5], [-2e-30, 7]])
+    scales = np.ascontiguousarray(scales[:, :groups])
+    quants = np.resize(np.arange(256, dtype=np.uint8), (2, 126 * groups))
 
     def rows(begin: int, end: int) -> QuantizedRows:
         return QuantizedRows(quants[begin:end], scales[begin:end])
 
-    tensor = recoded(QuantizedTensor("w", Path("f"), rows), own, WeightFormat("float8"), 126)
-    quants[quants == 0x7F] = 0
+    tensor = recoded(QuantizedTensor("w", Path("f"), rows), own, WeightFormat("float8", size), 126 * groups)
+    quants[(quants & 0x7F) == 0x7F] = 0
     found = tensor.rows(0, 2)
     both = found.scales.astype(np.uint32) | found.zeros.astype(np.uint32) << 16
     assert both.view(np.float32).tolist() == scales.tolist() and found.quants.tolist() == quants.tolist()

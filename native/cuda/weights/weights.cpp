@@ -69,7 +69,9 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
     m.quants.bits = 4, m.quants.mx = true, m.quants.group = kMxGroup, m.quants.groups = k / kMxGroup;
     return m;
   }
-  if (floats && group) throw std::invalid_argument("weights of type float8 have a scale for each row, and no groups");
+  if (floats && group && group != kFloatGroup)
+    throw std::invalid_argument("weights of type float8 have a scale for each row or for groups of " +
+                                std::to_string(kFloatGroup) + " columns: got groups of " + std::to_string(group));
   if (group < 0 || !has_group(group ? group : k, k) || (integers && group && group < k && group % kBlock))
     throw std::invalid_argument("weights of type " + format + " in groups of " + std::to_string(group) +
                                 " are not available on CUDA: groups may be " + (integers ? "" : "16, 32, ") +

@@ -12,7 +12,7 @@ namespace as::cuda {
 
 // Adjacent quantized rows in host memory. 8-bit values take a byte each. 4-bit values share bytes; the even column is
 // in the lower half. A row has `columns` columns in groups of `group`; the matrix takes those from `column` on. scales
-// and offsets [count, groups] are bfloat16; for e4m3 they are the lower and upper half of a row's float32 scale.
+// and offsets [count, groups] are bfloat16; for e4m3 they are the lower and upper half of float32 scales.
 struct HostQuants {
   int bits;
   const uint8_t* quants;

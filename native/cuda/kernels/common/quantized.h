@@ -32,12 +32,14 @@ AS_BOTH constexpr int quant_bytes(int bits) { return 4 * quant_words(bits); }
 struct Quants {
   int bits = 0;               // 4 or 8; 0: the matrix is not quantized
   int group = 0, groups = 0;  // columns of a group (the last may have fewer); groups of a row
-  bool floats = false;        // values are e4m3; a row has one float32 scale and no offset
+  bool floats = false;        // values are e4m3; a row, or each group of it, has a float32 scale and no offset
   bool in_rows = false;       // layout for 8-bit activations
   bool mx = false;            // MXFP4, with scales among the words
   uint32_t* words = nullptr;
   uint32_t* scales = nullptr;
 };
+
+constexpr int kFloatGroup = 128;  // columns of a group of e4m3 values
 
 // MXFP4. kMxBias: the stored scale of 2^x is x + 127 + kMxBias; it fits a byte if the scale is at most 2.
 constexpr int kMxGroup = 32, kMxBias = 126, kMxMost = 128;

@@ -41,6 +41,8 @@ struct Matrix {
   int max_split_k = kMaxSplitK;  // limit of split-K parts
   int experts = 1;               // number of matrices in the stack, one after the other
 
+  // float8: each row has a scale for every 128 columns, not one for all.
+  bool has_float_groups() const { return kind == Kind::float8 && quants.groups > 1; }
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   // takes_tiles(): activations must be in tiles. reads_tiles(): they may be, since they are rounded to 8 bits anyway.
   bool takes_tiles() const { return kind == Kind::dtype16 || kind == Kind::quantized || kind == Kind::mxfp4; }

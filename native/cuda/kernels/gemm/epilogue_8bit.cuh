@@ -2,9 +2,9 @@
 // and for integers with one group (gemm_integer.h).
 //
 // S describes a tile's shape and shared memory. kColumns: columns of the tile. kFloats: e4m3 rather than integers.
-// kEndWords: words of a warpgroup's tile for scales and biases (unless gated) of its columns, scales of its rows, and
-// for integers the rows' sums for each split-K part. kTotals: sums of split-K parts of a thread, kKept of them in
-// registers. kWorkers: threads that multiply.
+// kScaled: sums have been scaled already, group by group. kEndWords: words of a warpgroup's tile for scales and biases
+// (unless gated) of its columns, scales of its rows, and for integers the rows' sums for each split-K part. kTotals:
+// sums of split-K parts of a thread, kKept of them in registers. kWorkers: threads that multiply.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -112,7 +112,7 @@ class Results {
   }
   __device__ void operator()(int sixteen, int h, float (&v)[4]) const {
     uint32_t scales[4];
-    if constexpr (S::kFloats || kConverts) read_scales(end_, sixteen * 16, scales);
+    if constexpr ((S::kFloats && !S::kScaled) || kConverts) read_scales(end_, sixteen * 16, scales);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const Sum sum = sums_[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
@@ -120,9 +120,9 @@ class Results {
         v[i] = 0;
         add_segment(v[i], scales[i], sum - 128 * (int)of_rows_[h], of_rows_[h]);
       } else {
-        v[i] = S::kFloats ? __fmul_rn(sum, __uint_as_float(scales[i])) : sum;
+        v[i] = S::kFloats && !S::kScaled ? __fmul_rn(sum, __uint_as_float(scales[i])) : sum;
       }
-      v[i] = __fmul_rn(v[i], scales_[h]);
+      if constexpr (!S::kScaled) v[i] = __fmul_rn(v[i], scales_[h]);
     }
   }
 

@@ -35,27 +35,37 @@ AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 // Split-K parts of a sum: there is only one, or a CTA adds one after the other, or CTAs of a cluster compute one each.
 enum class Sums { whole, chained, beside };
 
+// Integers, and floats with a scale for each row or for each group, which is a step of K then.
+enum class Form { integers, floats, float_groups };
+
 // A tile has kColumns columns. A cluster has kDown tiles of rows by kAcross tiles of columns; with Sums::beside it has
 // one CTA for each split-K part of each tile.
-template <bool kFloats_, int kColumns_, Sums kSums_, int kDown_, int kAcross_>
+template <Form kForm_, int kColumns_, Sums kSums_, int kDown_, int kAcross_>
 struct Shape {
-  using Sum = std::conditional_t<kFloats_, float, int>;
-  static constexpr bool kFloats = kFloats_;
+  static constexpr Form kForm = kForm_;
+  static constexpr bool kFloats = kForm != Form::integers, kScaled = kForm == Form::float_groups;
+  using Sum = std::conditional_t<kFloats, float, int>;
   static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   static constexpr Sums kSums = kSums_;
   static constexpr bool kBeside = kSums == Sums::beside;
   static constexpr int kSharers = kDown * kAcross;
   static constexpr int kTileRows = kRows, kBand = kBandRows / (kDown * kRows), kWorkers = kGroups * 128;
-  static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
+  // A stage has the rows of a step, its columns, and for groups the columns' scales.
+  static constexpr int kRowBytes = kStep * kRows * kByteRow, kScalesAt = kRowBytes + kStep * kColumns * kByteRow;
+  static constexpr int kStageBytes = kScalesAt + (kScaled ? (kColumns * 4 + 1023) / 1024 * 1024 : 0);
   // Words that the epilogue of a warpgroup's tile reads besides sums: scales and biases of its columns, scales of its
   // rows, and for integers the sums of these rows. Each warpgroup has two such buffers, because some of its warps may
   // still read the one of the previous tile.
   static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMaxSplitK : 1;
   static constexpr int kEndWords = kFloats && kBeside ? 0 : 2 * kColumns + (1 + kRowSums) * kBlock;
   static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
+  // Threads that tell of each warpgroup that a stage is empty: with groups, each warp reads scales in its own time.
+  static constexpr int kTellers = kScaled ? 4 : 1;
+  // Registers of a thread for sums: those of products, and with groups those of the split-K part.
+  static constexpr int kSumRegisters = kColumns / 2 * (kScaled ? 2 : 1);
   // kTotals: a thread's sums over split-K parts. It keeps kKept of them in registers and the others in shared memory.
   static constexpr int kTotals = kSums == Sums::chained ? kColumns / 2 : 0;
-  static constexpr int kKept = kColumns / 2 + kTotals <= 192 ? kTotals : 192 - kColumns / 2;
+  static constexpr int kKept = kSumRegisters + kTotals <= 192 ? kTotals : 192 - kSumRegisters;
   static constexpr int kTotalsBytes = kGroups * 128 * (kTotals - kKept) * 4;
   static constexpr int kStages = (kMaxShared - kEndBytes - kTotalsBytes) / kStageBytes;
   static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
@@ -65,6 +75,7 @@ struct Shape {
   static constexpr int kEnd = kBeside ? 5000 : !kTotals ? 2000 : 28 * kColumns + (kKept < kTotals ? 2400 : 0);
   // Each CTA of a cluster copies whole blocks of rows and whole groups of eight columns.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
+  static_assert(!kScaled || (kColumns % kBlock == 0 && kStep * kBlock == kFloatGroup));
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
   static_assert(kAhead < kStages && kBand > 0 && kWorkers * kTotals <= (int)kScratchFloats);
 };
@@ -87,7 +98,9 @@ template <typename S>
 struct Own {
   static constexpr int kRows = kGroups / S::kAcross, kColumns = S::kColumns / S::kDown;
   static constexpr int kParts = (kBlock - gcd(kColumns, kBlock) + kColumns - 1) / kBlock + 1;
-  static constexpr int kCopies = kRows + kStep * kParts;
+  static constexpr int kColumnCopies = kStep * kParts;
+  static constexpr int kScaleCopies = S::kScaled ? (S::kColumns / kBlock + S::kDown - 1) / S::kDown : 0;
+  static constexpr int kCopies = kRows + kColumnCopies + kScaleCopies;
 };
 
 // A copy that a thread issues in each step: some rows of one block, for one block of K or for the whole step.
@@ -96,6 +109,7 @@ struct Copy {
   uint32_t to = 0;
   int bytes = 0;  // per block of K
   int first = 0;  // block of K within the step
+  int advance = kStep * kByteBlock;
   bool of_rows = false;
 };
 
@@ -113,6 +127,14 @@ __device__ Copy copy_of(const GemmArgs& p, int rows, const TilePart& at, int blo
     return copy;
   }
   n -= Own<S>::kRows;
+  if (n >= Own<S>::kColumnCopies) {
+    const int own = (n - Own<S>::kColumnCopies) * S::kDown + down, block = at.column / kBlock + own;
+    if (own >= S::kColumns / kBlock || block >= blocks_of(p.w.n)) return copy;
+    copy.from = reinterpret_cast<const char*>(p.w.quants.scales +
+                                              ((size_t)block * p.w.quants.groups + first / kStep) * kScaleWords);
+    copy.to = S::kScalesAt + own * kScaleWords * 4, copy.bytes = copy.advance = kScaleWords * 4;
+    return copy;
+  }
   copy.first = n % kStep;
   int part = n / kStep, begin = at.column + down * Own<S>::kColumns;
   const int end = min(begin + Own<S>::kColumns, blocks_of(p.w.n) * kBlock);
@@ -142,6 +164,25 @@ __device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs
     Float8Tile<kAtOnce>::multiply(reinterpret_cast<float(&)[kAtOnce / 2]>(d[i * kAtOnce / 2]), byte_descriptor(own),
                                   byte_descriptor(theirs + i * kAtOnce * kByteRow), adds);
 }
+// Adds a step's sums d, a group's, times the scales of the tile's columns and of the thread's two rows.
+template <int kColumns>
+__device__ void add_groups(uint32_t of_columns, const float (&of_rows)[2], const float (&d)[kColumns / 2],
+                           float (&sums)[kColumns / 2]) {
+#pragma unroll
+  for (int c = 0; c < kColumns; c += 16) {
+    uint32_t scales[4];
+    read_scales(of_columns, c, scales);
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      add_group(sums[c / 2 + j], __uint_as_float(scales[j / 4 * 2 + j % 2]), of_rows[j % 4 / 2], d[c / 2 + j]);
+  }
+}
+template <bool kScaled, typename Scaled, typename Sums>
+__device__ const auto& scaled_or(const Scaled& scaled, const Sums& d) {
+  if constexpr (kScaled) return scaled;
+  else return d;
+}
+
 template <int kColumns>
 __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
   IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
@@ -165,10 +206,10 @@ __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint
     for (int i = 0; i < kMaxSplitK; i++)
       if (i < k_parts) of[i] = read_at(from, first_rank + i);
     const float* of_columns = scales + scale_of(at.column + column, 0, 1);
-    const float of_row = p.bytes.scales[at.row + row];
+    const float of_row = S::kScaled ? 1 : p.bytes.scales[at.row + row];
     float four[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) four[i] = S::kFloats ? of_columns[2 * i] : 1;
+    for (int i = 0; i < 4; i++) four[i] = S::kFloats && !S::kScaled ? of_columns[2 * i] : 1;
 #pragma unroll
     for (int i = 1; i < kMaxSplitK; i++)
       if (i < k_parts) of[0] = sum_of(of[0], of[i]);
@@ -221,7 +262,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     // A stage is full once all copying threads have issued their copies and the data has arrived. It is empty once the
     // warpgroups of all CTAs that share operands have read it.
-    for (int i = 0; i < kStages; i++) barrier_init(&full[i], kCopiers), barrier_init(&empty[i], kSharers * kGroups);
+    for (int i = 0; i < kStages; i++)
+      barrier_init(&full[i], kCopiers), barrier_init(&empty[i], kSharers * kGroups * S::kTellers);
     barriers_are_there();
   }
   __syncthreads();
@@ -242,8 +284,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         TilePart at = parts[number];
         if (S::kBeside) at.begin = first_block, at.end = end_block;
         if (warp == 0) places[number % kPlaces] = at;
-        const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) +
-                          max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
+        const int columns = max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
+        const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) + columns;
         Copy copies[kCopies];
 #pragma unroll
         for (int i = 0; i < kCopies; i++) {
@@ -257,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           uint64_t* barrier = &full[ring.stage];
           barrier_wait(&empty[ring.stage], ring.parity ^ 1);
           // Each copying thread arrives at all stages, even without copies: none gets a full ring ahead or behind.
-          if (warp == 0) barrier_expect(barrier, now * there * kByteRow);
+          if (warp == 0) barrier_expect(barrier, now * there * kByteRow + (S::kScaled ? columns * 4 : 0));
           else barrier_arrive(barrier);
 #pragma unroll
           for (int i = 0; i < kCopies; i++) {
@@ -268,7 +310,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (copy.of_rows ? kAcross > 1 : kDown > 1)
               copy_bulk_to(to, copy.from, bytes, barrier, copy.of_rows ? beside : above);
             else copy_bulk(to, copy.from, bytes, barrier);
-            copy.from += kStep * kByteBlock;
+            copy.from += copy.advance;
           }
         }
       }
@@ -281,10 +323,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     await_previous();
     constexpr bool kChained = S::kSums == Sums::chained;
     typename S::Sum d[kColumns / 2];
+    float scaled[S::kScaled ? kColumns / 2 : 1];  // with groups, the sums of the split-K part
+    const auto& sums = scaled_or<S::kScaled>(scaled, d);
     Totals<S> total(stages + S::kStagesBytes + S::kEndBytes + (threadIdx.x - 128) * 4);
     // A stage is released to all sharing CTAs, by one thread each. If only the CTAs that copy for this one got it, a
     // CTA that waits for nothing (a tile beyond the last) could arrive twice before another arrives once.
-    const int teller = threadIdx.x % 128;
+    const int teller = threadIdx.x % (128 / S::kTellers);
     const auto release = [&](int stage) {
       if (teller >= kSharers) return;
       if (kSharers == 1) barrier_arrive(&empty[stage]);
@@ -323,6 +367,32 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int i = 0; i < 2; i++)
             multiply<kColumns>(d, own + i * kStepBytes, theirs + i * kStepBytes, i > 0 || adds);
         };
+        if constexpr (S::kScaled) {
+          const int row = at.row + group * kBlock + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+          const size_t stride = (size_t)blocks_of(rows) * kBlock;
+          forget(d), forget(scaled);
+#pragma unroll 1
+          for (; b < end; b += kStep, ring.next()) {
+            barrier_wait(&full[ring.stage], ring.parity);
+            if (there) {
+              const float* from = p.bytes.sums + (b + kStep - 1) * stride + row;
+              const float of_rows[2] = {from[0], from[8]};
+              begin_wgmma();
+              multiply_block(0, false), multiply_block(1, true);
+              commit_wgmma();
+              wait_wgmma<0>();
+              settle(d);
+              add_groups<kColumns>(stages + ring.stage * S::kStageBytes + S::kScalesAt, of_rows, d, scaled);
+            }
+            release(ring.stage);
+            if (group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart)
+              asm volatile("bar.arrive 1, 256;" ::: "memory");
+          }
+          if constexpr (kChained)
+#pragma unroll
+            for (int i = 0; i < kColumns / 2; i++) total.add(i, scaled[i]);
+          continue;
+        }
         forget(d);
 #pragma unroll 1
         for (; b + 1 < end; b += kStep, ring.next()) {
@@ -374,7 +444,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (S::kBeside) {
         asm volatile("bar.sync 1, 256;" ::: "memory");  // all warps have read the stages
         const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
-        float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(kColumns) + lane % 4 * 2;
+        float* place = reinterpret_cast<float*>(shared) + row * sums_stride(kColumns) + lane % 4 * 2;
         float of_rows[2];
         if constexpr (!S::kFloats) await_end(group), read_of_rows<S>(end_now, 1, of_rows);
 #pragma unroll
@@ -382,13 +452,13 @@ __global__ void __launch_bounds__(kThreads, 1)
           float part[8];
           if constexpr (S::kFloats) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) part[i] = d[c / 2 + i];
+            for (int i = 0; i < 8; i++) part[i] = sums[c / 2 + i];
           } else {
             sums_of_integers(end_now, c, d + c / 2, of_rows, part);
           }
 #pragma unroll
           for (int i = 0; i < 8; i += 4) {
-            float* to = sums + c + i * 2;
+            float* to = place + c + i * 2;
             *reinterpret_cast<float2*>(to) = make_float2(part[i], part[i + 1]);
             *reinterpret_cast<float2*>(to + 8 * sums_stride(kColumns)) = make_float2(part[i + 2], part[i + 3]);
           }
@@ -405,8 +475,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         const TilePart end = places[afresh(number) % kPlaces];
         const int first_row = end.row + group * kBlock;
         if constexpr (S::kFloats || !kChained) await_end(group);
-        const auto& sums = of_parts<kChained>(total, d);
-        const Results<S, std::decay_t<decltype(sums)>> results(sums, end_now);
+        const auto& all = of_parts<kChained>(total, sums);
+        const Results<S, std::decay_t<decltype(all)>> results(all, end_now);
         if constexpr (!kGated)
           epilogue_rows<kColumns, kAsked, true>(p, rows, first_row, end.column, results, end_now + kColumns * 4);
         else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
@@ -492,9 +562,9 @@ struct Choice {
 };
 // Estimated from cycles of 0.67 ns, the clock that the power limit allows: of tensor cores, of shared memory (128 bytes
 // per cycle), and of the L2 cache (38 bytes per cycle for each SM).
-template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
+template <Form kForm, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
-  using S = Shape<kFloats, kColumns, kSums, kDown, kAcross>;
+  using S = Shape<kForm, kColumns, kSums, kDown, kAcross>;
   constexpr int kOwn = kStep * kGroups * kByteBlock * (kColumns > 256 ? 2 : 1), kTheirs = kStep * kColumns * kByteRow;
   constexpr int kCycles[] = {kStep * 2 * kColumns, (kOwn + kGroups * kTheirs + S::kStageBytes) / 128,
                              (S::kRowBytes / kAcross + kTheirs / kDown) / 38};
@@ -502,17 +572,24 @@ constexpr Choice choice() {
   return {kColumns, kSums, kDown, kAcross, kMost * 67 / 100, Kernel<S>::cost, Kernel<S>::start};
 }
 constexpr Choice kOfFloats[] = {
-    choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 192, Sums::whole, 2, 1>(),
-    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 224, Sums::chained, 2, 1>(),
-    choice<true, 192, Sums::chained, 2, 1>(), choice<true, 128, Sums::chained, 2, 1>(),
-    choice<true, 144, Sums::beside, 1, 1>(),  choice<true, 160, Sums::beside, 1, 1>(),
-    choice<true, 144, Sums::beside, 2, 1>(),
+    choice<Form::floats, 256, Sums::whole, 2, 1>(),   choice<Form::floats, 192, Sums::whole, 2, 1>(),
+    choice<Form::floats, 288, Sums::whole, 1, 1>(),   choice<Form::floats, 224, Sums::chained, 2, 1>(),
+    choice<Form::floats, 192, Sums::chained, 2, 1>(), choice<Form::floats, 128, Sums::chained, 2, 1>(),
+    choice<Form::floats, 144, Sums::beside, 1, 1>(),  choice<Form::floats, 160, Sums::beside, 1, 1>(),
+    choice<Form::floats, 144, Sums::beside, 2, 1>(),
+};
+// Sums of products and of a split-K part take registers, so that tiles are narrower.
+constexpr Choice kOfFloatGroups[] = {
+    choice<Form::float_groups, 192, Sums::whole, 2, 1>(),
+    choice<Form::float_groups, 128, Sums::whole, 2, 1>(),
+    choice<Form::float_groups, 128, Sums::chained, 2, 1>(),
+    choice<Form::float_groups, 128, Sums::beside, 1, 1>(),
 };
 constexpr Choice kOfIntegers[] = {
-    choice<false, 256, Sums::whole, 2, 1>(),   choice<false, 192, Sums::whole, 2, 1>(),
-    choice<false, 224, Sums::chained, 2, 1>(), choice<false, 192, Sums::chained, 2, 1>(),
-    choice<false, 128, Sums::chained, 2, 1>(), choice<false, 144, Sums::beside, 1, 1>(),
-    choice<false, 192, Sums::beside, 1, 1>(),
+    choice<Form::integers, 256, Sums::whole, 2, 1>(),   choice<Form::integers, 192, Sums::whole, 2, 1>(),
+    choice<Form::integers, 224, Sums::chained, 2, 1>(), choice<Form::integers, 192, Sums::chained, 2, 1>(),
+    choice<Form::integers, 128, Sums::chained, 2, 1>(), choice<Form::integers, 144, Sums::beside, 1, 1>(),
+    choice<Form::integers, 192, Sums::beside, 1, 1>(),
 };
 
 template <int kCount>
@@ -531,7 +608,10 @@ void start_best(const Choice (&choices)[kCount], const GemmArgs& p, int rows, co
 
 }  // namespace
 
-void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kOfFloats, p, rows, queue); }
+void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue) {
+  if (p.w.has_float_groups()) start_best(kOfFloatGroups, p, rows, queue);
+  else start_best(kOfFloats, p, rows, queue);
+}
 void gemm_integer_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kOfIntegers, p, rows, queue); }
 
 }  // namespace as::cuda

@@ -11,7 +11,8 @@ void gemm_integer_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 void gemm_float8_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
-  start_quantized_stream_k<Floats>(p, rows, queue);
+  if (p.w.has_float_groups()) start_quantized_stream_k<Floats<true>>(p, rows, queue);
+  else start_quantized_stream_k<Floats<>>(p, rows, queue);
 }
 
 void gemm_float8(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
@@ -22,7 +23,8 @@ void gemm_float8(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo)
 
 void gemv_8bit(const GemmArgs& p, const Queue& queue, GemmAlgo algo) {
   if (algo == GemmAlgo::gemv) gemv(p, queue);
-  else if (p.w.kind == Kind::float8) start_stream_k_rows<Floats, 8, 4, true>(p, 1, queue);
+  else if (p.w.has_float_groups()) start_stream_k_rows<Floats<true>, 8, 4, true>(p, 1, queue);
+  else if (p.w.kind == Kind::float8) start_stream_k_rows<Floats<>, 8, 4, true>(p, 1, queue);
   else if (p.w.quants.bits == 4) start_stream_k_rows<Integers<4>, 8, 4, true>(p, 1, queue);
   else if (p.w.quants.groups == 1) start_stream_k_rows<Integers<8, true>, 8, 4, true>(p, 1, queue);
   else start_stream_k_rows<Integers<8>, 8, 4, true>(p, 1, queue);

@@ -79,6 +79,11 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
 }
 
+// The same for floats with groups (gemm_float8.h), with the scales of the weights and of the activations.
+__device__ __forceinline__ void add_group(float& total, float of_weights, float of_activations, float sum) {
+  total = __fmaf_rn(sum, __fmul_rn(of_weights, of_activations), total);
+}
+
 }  // namespace AS_DTYPE16
 
 // wgmma, capability 9.0. stream_k: any number of rows; prefill: many rows, 8-bit weights with one group.

@@ -43,11 +43,12 @@ struct Integers {
   static constexpr bool kFine = false, kSegments = true, kFloats = false, kWhole = kOneGroup;
   static constexpr SumScales kScales = SumScales::rows;
 };
+template <bool kGroups = false>  // kGroups: scales of 128 columns
 struct Floats {
   using Sum = float;
-  static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
-  static constexpr bool kFine = false, kSegments = false, kFloats = true, kWhole = false;
-  static constexpr SumScales kScales = SumScales::columns_and_rows;
+  static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = kGroups;
+  static constexpr bool kFine = false, kSegments = kGroups, kFloats = true, kWhole = false;
+  static constexpr SumScales kScales = kGroups ? SumScales::none : SumScales::columns_and_rows;
 };
 
 // kRows: rows of activations. kGroups: warpgroups that multiply, 64 columns each. kOwn: there is one row, which the
@@ -69,9 +70,12 @@ struct StreamKShape {
   static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
   // Bytes of a block: of rows, of their sums, of a warpgroup's quantized values, of a set of scales.
   static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
-  static constexpr int kSumsBytes = kHasSums && !kOwn && !Format::kWhole ? kRows * 4 : 0;
+  // Of integers sums, of floats scales of the rows.
+  static constexpr int kSumsBytes = Format::kSegments && !kOwn && !Format::kWhole ? kRows * 4 : 0;
+  // wgmma reads float8 weights in rows of a swizzle that repeats every 512 bytes.
+  static constexpr int aligned(int bytes) { return Format::kFloats ? (bytes + 511) / 512 * 512 : bytes; }
   static constexpr int kQuantsBytes = quant_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
-  static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = kSumsAt + kStepBlocks * kSumsBytes;
+  static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = aligned(kSumsAt + kStepBlocks * kSumsBytes);
   static constexpr int kSetsAt = kStepBlocks * kQuantsBytes;
   static constexpr int kGroupBytes = kSetsAt + kStepBlocks * Format::kSets * kSetBytes;
   static constexpr int kStageBytes = (kGroupsAt + kGroups * kGroupBytes + 1023) / 1024 * 1024;
@@ -230,11 +234,12 @@ __device__ inline void add_parts(const float* from, int k_parts, float (&sums)[k
   }
 }
 
-// Data of the single row that products do not read: its scale and, for integers, sums of segments at their last block.
+// Data of the single row that products do not read: its scale and, at segments' last blocks, sums of integers or scales
+// of floats.
 template <class S>
 struct OwnRow {
   float scale;
-  int sums[S::kOwn && S::kHasSums ? kNormedBytes / kBlock : 1];
+  std::conditional_t<S::kHasSums, int, float> sums[S::kOwn && S::Format::kSegments ? kNormedBytes / kBlock : 1];
   std::conditional_t<S::kOwn, typename S::Normed::Shared, int> norming;
 };
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -246,6 +251,19 @@ __device__ __forceinline__ void make_row(const GemmArgs& p, const Segments& segm
   if (S::kHasSums)
     for (int i = threadIdx.x; i < segments.blocks; i += S::kWorkers) own.sums[i] = 0;
   await_previous();
+  if constexpr (S::Format::kFloats && S::Format::kSegments) {
+    normed.Normed::Base::make(p.unnormed, own.norming);
+#pragma unroll
+    for (int i = 0; i < Normed::kKept; i++) {
+      const ByteScale<true> scale = scale_of_group(normed[i]);
+      const int at = normed.place(i);
+      if (at >= k_parts) continue;
+      int none = 0;
+      *reinterpret_cast<uint4*>(row + at * kChunkColumns) = scale.bytes(normed[i], none);
+      own.sums[segments.end(at / (kBlock / kChunkColumns))] = scale.scale;
+    }
+    return row_is_there<S::kWorkers>();
+  }
   const ByteScale<S::Format::kFloats> scale(normed.make(p.unnormed, own.norming));
   if (threadIdx.x == 0) own.scale = scale.scale;
 #pragma unroll
@@ -387,22 +405,20 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if constexpr (Format::kSegments) {
         if (block != segment_end) return false;
         segment_end = segments.end(block + 1);
-        if constexpr (Format::kFloats) {
+        uint2 two = of_tile;
+        if constexpr (!Format::kWhole) two = *reinterpret_cast<const uint2*>(scales_at(stage, j, block));
+        const char* sums = shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes;
+        if constexpr (Format::kWhole) sums = reinterpret_cast<const char*>(p.bytes.sums + sums_at(block));
+        const float2* of_rows = reinterpret_cast<const float2*>(sums);
 #pragma unroll
-          for (int i = 0; i < kValues; i++) total[i] = __fadd_rn(total[i], d[i]);
-        } else {
-          uint2 two = of_tile;
-          if constexpr (!Format::kWhole) two = *reinterpret_cast<const uint2*>(scales_at(stage, j, block));
-          const char* sums = shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes;
-          if constexpr (Format::kWhole) sums = reinterpret_cast<const char*>(p.bytes.sums + sums_at(block));
-          const float2* of_rows = reinterpret_cast<const float2*>(sums);
-#pragma unroll
-          for (int i = 0; i < kValues; i++) {
-            float2 activations;
-            if constexpr (S::kOwn) activations.x = activations.y = (float)made.sums[block];
-            else activations = of_rows[i / 4 * 4 + lane % 4];
-            add_segment(total[i], i % 4 / 2 ? two.y : two.x, d[i], i % 2 ? activations.y : activations.x);
-          }
+        for (int i = 0; i < kValues; i++) {
+          const uint32_t of_weights = i % 4 / 2 ? two.y : two.x;
+          float2 activations;
+          if constexpr (S::kOwn) activations.x = activations.y = (float)made.sums[block];
+          else activations = of_rows[i / 4 * 4 + lane % 4];
+          const float of_row = i % 2 ? activations.y : activations.x;
+          if constexpr (Format::kFloats) add_group(total[i], __uint_as_float(of_weights), of_row, d[i]);
+          else add_segment(total[i], of_weights, d[i], of_row);
         }
         return true;
       }

@@ -86,6 +86,16 @@ struct ByteScale {
   }
 };
 
+// The scale of the group that eight adjacent lanes' chunks form. All lanes of a warp must call it.
+template <bool kTiles>
+__device__ inline ByteScale<true> scale_of_group(const Chunk<kTiles>& x) {
+  uint32_t most = x.top(0);
+#pragma unroll
+  for (int step = 1; step < kFloatGroup / kChunkColumns; step *= 2)
+    most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
+  return ByteScale<true>(most);
+}
+
 // Chunks of one row, which is normalized. make() returns the bits of the row's maximum, the same in all threads.
 template <int kThreads, int kKept_>
 class NormedChunks : public NormedRow<Chunk<false>, kThreads, kKept_> {

@@ -29,7 +29,8 @@ void place_mx_rows(const uint8_t* values, const uint8_t* scales, int count, cons
 
 struct GemmArgs;
 
-// 8-bit rows of activations (kernels/gemm/gemm_integer.h), sums of their segments, and a scale for each row.
+// 8-bit rows of activations (kernels/gemm/gemm_integer.h), sums of their segments, and a scale for each row. For
+// weights with float groups, `sums` has the scales of each row's groups instead, each at its group's last block of K.
 struct ByteRows {
   uint8_t* values = nullptr;
   float *sums = nullptr, *scales = nullptr;

@@ -7,15 +7,19 @@ namespace as::cuda {
 namespace {
 
 constexpr int kMaxBlocks = blocks_of(kMaxIntegers);  // blocks of K
+enum class ByteForm { integers, floats, float_groups };
+
 // A CTA quantizes a row at a time; if rows are short, it prefetches its next row before it computes. kTiles: `in` is in
 // tiles. kKept: chunks that a thread keeps in registers. kNorms: the row is normalized first, and all of its chunks are
 // kept.
-template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
+template <ByteForm kForm, bool kNorms, bool kTiles, int kThreads, int kKept>
 __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThreads : 1)
     bytes_kernel(Rows in, int rows, Segments segments, ByteRows out, Norm norm) {
   constexpr int kWarps = kThreads / 32;
-  __shared__ float squares[kNorms ? kWarps : 1];
-  __shared__ uint32_t tops[2][kWarps];  // used alternately: some warps may still read those of the previous row
+  constexpr bool kFloats = kForm != ByteForm::integers;
+  // Both are used alternately: some warps may still read those of the previous row.
+  __shared__ float squares[2][kNorms ? kWarps : 1];
+  __shared__ uint32_t tops[2][kWarps];
   __shared__ int sums[kFloats ? 1 : kMaxBlocks];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = segments.blocks * 4, k = in.width;
   constexpr bool kAhead = kKept <= 2;
@@ -46,11 +50,34 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
     if constexpr (kNorms) {
       static_assert(kKept == 1);
       float square = warp_sum(kept[0].squares());
-      if (lane == 0) squares[warp] = square;
+      if (lane == 0) squares[turn][warp] = square;
       __syncthreads();
       square = 0;
-      for (int w = 0; w < kWarps; w++) square += squares[w];
+      for (int w = 0; w < kWarps; w++) square += squares[turn][w];
       kept[0].norm(norm_factor(square, k, norm), weights[0], norm.unit_offset ? 1.0f : 0.0f);
+    }
+    const auto place_of = [&](int chunk) {
+      return reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + chunk / 4) * kByteBlock +
+                                      byte_chunk(row % kBlock, chunk % 4));
+    };
+    if constexpr (kForm == ByteForm::float_groups) {
+      const auto store = [&](int chunk, const Chunk<kTiles>& x) {
+        const ByteScale<true> scale = scale_of_group(x);
+        if (chunk >= chunks) return;
+        int none = 0;
+        *place_of(chunk) = scale.bytes(x, none);
+        if (chunk % (kFloatGroup / kChunkColumns) == 0)
+          out.sums[(size_t)segments.end(chunk / 4) * (blocks_of(rows) * kBlock) + row] = scale.scale;
+      };
+#pragma unroll
+      for (int i = 0; i < kKept; i++) store(chunk_of(i), kept[i]);
+      if constexpr (!kNorms)
+        for (int chunk = chunk_of(kKept); chunk - lane < chunks; chunk += kThreads) {
+          Chunk<kTiles> x;
+          x.read(in, row, chunk * kChunkColumns);
+          store(chunk, x);
+        }
+      continue;
     }
     uint32_t most = 0;
 #pragma unroll
@@ -69,10 +96,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
     if (threadIdx.x == 0) out.scales[row] = scale.scale;
     const auto store = [&](int chunk, const Chunk<kTiles>& x) {
       int sum = 0;
-      const uint4 bytes = scale.bytes(x, sum);
-      const int block = chunk / 4;
-      *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
-                                byte_chunk(row % kBlock, chunk % 4)) = bytes;
+      *place_of(chunk) = scale.bytes(x, sum);
       return sum;
     };
     // A warp's chunks mostly belong to one segment; then the warp adds once.
@@ -112,11 +136,15 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
 template <bool kNorms, bool kTiles, int kThreads, int kKept>
 void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
-  const bool floats = p.w.quants.floats;
-  const auto kernel = floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
-                             : bytes_kernel<false, kNorms, kTiles, kThreads, kKept>;
-  static int at_once[2] = {};
-  int& blocks = at_once[floats];
+  const ByteForm form = p.w.has_float_groups() ? ByteForm::float_groups
+                        : p.w.quants.floats    ? ByteForm::floats
+                                               : ByteForm::integers;
+  const auto kernel = form == ByteForm::float_groups
+                          ? bytes_kernel<ByteForm::float_groups, kNorms, kTiles, kThreads, kKept>
+                      : form == ByteForm::floats ? bytes_kernel<ByteForm::floats, kNorms, kTiles, kThreads, kKept>
+                                                 : bytes_kernel<ByteForm::integers, kNorms, kTiles, kThreads, kKept>;
+  static int at_once[3] = {};
+  int& blocks = at_once[(int)form];
   if (!blocks) {
     if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, 0) != cudaSuccess) cudaGetLastError();
     blocks = std::max(blocks, 1) * sm_count();

@@ -52,7 +52,8 @@ __device__ inline float value_of(const Quants& c, int row, int column, int k) {
   }
   const uint32_t word = c.words[word_of(c, row, column, blocks_of(k))];
   if (c.floats)
-    return __fmul_rn(__uint_as_float(c.scales[scale_of(row, 0, 1)]), from_e4m3(word >> bit_of(8, column) & 0xff));
+    return __fmul_rn(__uint_as_float(c.scales[scale_of(row, column / c.group, c.groups)]),
+                     from_e4m3(word >> bit_of(8, column) & 0xff));
   return recovered(c.scales[scale_of(row, column / c.group, c.groups)],
                    word >> bit_of(c.bits, column) & ((1 << c.bits) - 1), c.bits);
 }
