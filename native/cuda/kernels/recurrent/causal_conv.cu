@@ -93,8 +93,7 @@ __global__ void __launch_bounds__(kThreads) keep_kernel(CausalConv p, const Stat
 template <int kTaps>
 void launch(const CausalConv& p, const StateRows& rows, const Queue& queue) {
   const int parts = ceil_div(p.channels, kThreads);
-  if (rows.short_items)
-    start(queue, short_kernel<kTaps>, dim3(parts, rows.short_items), kThreads, 0, p, rows.items);
+  if (rows.short_items) start(queue, short_kernel<kTaps>, dim3(parts, rows.short_items), kThreads, 0, p, rows.items);
   if (rows.long_items) {
     start(queue, chunks_kernel<kTaps>, dim3(parts, rows.chunk_count, kChunkRows / kSegment), kThreads, 0, p, rows);
     start(queue, keep_kernel, dim3(parts, rows.long_items), kThreads, 0, p, rows.items + rows.short_items);

@@ -12,9 +12,9 @@ struct Spans {
   int32_t ids[kMostSpans];
 };
 
-__global__ void __launch_bounds__(kThreads) copy_state_kernel(const StatePart* parts, const SpanLayer* layers,
-                                                              int layer_count, size_t span_bytes, int slot,
-                                                              bool to_spans, const __grid_constant__ Spans spans) {
+__global__ void __launch_bounds__(kThreads)
+    copy_state_kernel(const StatePart* parts, const SpanLayer* layers, int layer_count, size_t span_bytes, int slot,
+                      bool to_spans, const __grid_constant__ Spans spans) {
   after_previous();
   const StatePart part = parts[blockIdx.y];
   char* page = part.pages + slot * part.stride;

@@ -19,11 +19,11 @@ constexpr float kLengthEps = 1e-6f;                                  // added to
 
 struct Args {
   GatedDelta p;
-  int group, width;       // value heads of a key head; columns of x
-  int padded, stride;     // key dim in shared memory: with zeros up to a multiple of 4; floats of a row
-  bool aligned;           // heads begin at multiples of 16 bytes
-  double* totals;         // [rows, heads], of long items: decays since the chunk's begin
-  float *betas, *weights; // [rows, heads]; [rows, key heads, keys and queries, 64]: products with the chunk's keys
+  int group, width;        // value heads of a key head; columns of x
+  int padded, stride;      // key dim in shared memory: with zeros up to a multiple of 4; floats of a row
+  bool aligned;            // heads begin at multiples of 16 bytes
+  double* totals;          // [rows, heads], of long items: decays since the chunk's begin
+  float *betas, *weights;  // [rows, heads]; [rows, key heads, keys and queries, 64]: products with the chunk's keys
 };
 
 // A slot's ring.
@@ -110,7 +110,7 @@ __device__ inline float part_of(const float4& x, int m) { return m == 0 ? x.x : 
 template <int kC, int kN>
 struct StateTile {
   float sums[8][kN];
-  int low, high, cg;   // first channels of two fours; clamped to 0 if they are not the state's
+  int low, high, cg;  // first channels of two fours; clamped to 0 if they are not the state's
   bool has_low, has_high;
 
   __device__ StateTile(float* state, float factor, int padded) : cg(threadIdx.x % (kC / kN)) {
@@ -317,8 +317,7 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
     load_rows(m.keys, a.stride, ring_keys + (size_t)place * s.key, s.key, first, s.key, a.padded, a.aligned);
     load_rows(m.keys + first * a.stride, a.stride, x + (s.key_heads + key_head) * s.key, a.width, count, s.key,
               a.padded, a.aligned);
-    load_rows(m.queries + first * a.stride, a.stride, x + key_head * s.key, a.width, count, s.key, a.padded,
-              a.aligned);
+    load_rows(m.queries + first * a.stride, a.stride, x + key_head * s.key, a.width, count, s.key, a.padded, a.aligned);
     // Deltas of rows before these; of these, first their values.
     load_rows(m.deltas, kC, ring_deltas + (size_t)place * s.value, s.value, first, width, kC, a.aligned);
     load_rows(m.deltas + first * kC, kC, x + 2 * s.key_heads * s.key + head * s.value + begin, a.width, count, width,
@@ -518,9 +517,8 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows row
   float* ring_keys = ring.keys + (size_t)key_head * kRing * s.key;
   double* ring_totals = ring.totals + (size_t)head * kRing;
   float* ring_deltas = ring.deltas + (size_t)head * kRing * s.value + begin;
-  const HeadState<kColumns> state{m.state,
-                                  a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value + begin, s.key,
-                                  s.value, width};
+  const HeadState<kColumns> state{m.state, a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value + begin,
+                                  s.key, s.value, width};
   const int end = item.start + item.count, kept = kept_of(item);
   int at = item.position, known_from = 0;  // known_from: rows of the chunk from it on have their keys in m.own
   state.load(item.start == 0, a.padded, a.aligned);
@@ -530,7 +528,8 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows row
 
   // The key of the chunk's row j; rows of the item from `own_from` on are the chunk's.
   const auto key_of = [&](int j, int own_from) -> const float* {
-    return j < known_from ? ring_keys + (size_t)(at % kRing + j) * s.key : m.own + (own_from + j - known_from) * a.stride;
+    return j < known_from ? ring_keys + (size_t)(at % kRing + j) * s.key
+                          : m.own + (own_from + j - known_from) * a.stride;
   };
   const auto advance = [&](int own_from) {
     __syncthreads();
@@ -574,8 +573,7 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows row
       const float* gates = a.p.gates + (size_t)row * 2 * s.heads;
       float* own = m.own + (own_from + i - first) * a.stride;
       const float v = !asks && d < width ? x[2 * s.key_heads * s.key + head * s.value + begin + d] : 0.0f;
-      if (warp == 0)
-        normalize(x + (s.key_heads + key_head) * s.key, s.key, a.padded, 1.0f, own, nullptr);
+      if (warp == 0) normalize(x + (s.key_heads + key_head) * s.key, s.key, a.padded, 1.0f, own, nullptr);
       if (warp == 1)
         normalize(x + key_head * s.key, s.key, a.padded, __fdiv_rn(1.0f, sqrtf((float)s.key)), m.query, nullptr);
       if (tid == 64) {

@@ -10,8 +10,8 @@ constexpr int kThreads = 256;
 __device__ float sigmoid(float x) { return __fdiv_rn(1.0f, 1.0f + expf(-x)); }
 
 // A warp for each head.
-__global__ void __launch_bounds__(kThreads) gated_rms_norm_kernel(float* x, const float* gate, GatedNorm norm,
-                                                                  int heads, int width) {
+__global__ void __launch_bounds__(kThreads)
+    gated_rms_norm_kernel(float* x, const float* gate, GatedNorm norm, int heads, int width) {
   after_previous();
   const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (head >= heads) return;
