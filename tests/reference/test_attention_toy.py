@@ -169,5 +169,10 @@ def test_refusals(change, weights, problem):
     toy.attention(x, 2, 1, 4)
     with pytest.raises(ValueError, match="layer 0 of cache group 0 is taken"):
         toy.attention(x, 2, 1, 4)
-    with pytest.raises(ValueError, match="does not have cache groups of kind latent"):
+
+
+def test_a_kind_of_cache_that_no_op_has():
+    toy = Toy(groups=(("full", 0), ("recurrent", 0)))
+    toy.attention(toy.embedding(3, 16), 2, 1, 4)
+    with pytest.raises(ValueError, match="does not have cache groups of kind recurrent"):
         toy.runner()
