@@ -52,9 +52,9 @@ OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
     at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
-// Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of the
-// queries, `rope_dim` a head, in the first columns; and the row that the cache keeps, [latent | rotated key]. Scores are
-// scale * q row over both parts; a head's output is the weighted sum of latents.
+// Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of
+// the queries, `rope_dim` a head, in the first columns; and the row that the cache keeps, [latent | rotated key].
+// Scores are scale * q row over both parts; a head's output is the weighted sum of latents.
 OP(latent_attention, {3, 3}, kOne, kNone, false, RowRule::as_input,
    {whole("layer"), positive(whole("latent_dim")), positive(whole("rope_dim")), number("scale"),
     within(whole_or("cache_group", 0), 0, 255)},
@@ -69,9 +69,9 @@ OP(head_linear, kOne, kOne, kOne, false, RowRule::as_input,
 OP(causal_conv, kOne, kOne, {1, 2}, false, RowRule::as_input, {within(whole("taps"), 1, 64), flag("activated")},
    check_causal_conv, cost_causal_conv)
 // The gated delta rule. Inputs: [queries | keys | values] and [a | b]; weights: A_log and dt_bias. For each value head,
-// g = -exp(A_log) log(1 + exp(a + dt_bias)), one for the head or for each of its key's channels; beta = sigmoid(b). With
-// keys and queries of length 1, and queries divided by sqrt(key_dim), a row does S = e^g S, then S += k (beta (v - S^T
-// k))^T, and outputs S^T q. A key head serves adjacent value heads.
+// g = -exp(A_log) log(1 + exp(a + dt_bias)), one for the head or for each of its key's channels; beta = sigmoid(b).
+// With keys and queries of length 1, and queries divided by sqrt(key_dim), a row does S = e^g S, then S += k (beta (v -
+// S^T k))^T, and outputs S^T q. A key head serves adjacent value heads.
 OP(gated_delta, kTwo, kOne, kTwo, false, RowRule::as_input,
    {positive(whole("key_dim")), positive(whole("value_dim")), flag("channels")}, check_gated_delta, cost_gated_delta)
 // RMS norm of each head, times the activated gate (second input) of each value.
@@ -94,8 +94,9 @@ OP(scale, kOne, kOne, kNone, true, RowRule::as_input, {number("factor")}, check_
 OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},
    check_nothing, each_value<3>)
 // Input: logits of experts. Forms the output's row set, top_k entries for each row, and outputs their weights. Scores
-// plus the correction (optional weight) select: first top_groups groups by the sum of their two largest (or by the largest), then experts;
-// the lowest index wins ties. Weights are the plain scores, optionally normalized to sum 1, times scale.
+// plus the correction (optional weight) select: first top_groups groups by the sum of their two largest (or by the
+// largest), then experts; the lowest index wins ties. Weights are the plain scores, optionally normalized to sum 1,
+// times scale.
 OP(router, kOne, kOne, {0, 1}, false, RowRule::routed,
    {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
     positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1)),
