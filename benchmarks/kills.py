@@ -1,7 +1,7 @@
 """Repeatedly kills processes under load. Every output must be the same as without kills, and no process or file may be
 left behind.
 
-    kills.py [--of ranks|supervisors|http] [--cycles N] [--ranks N] [--model DIR] [--starts N]
+    kills.py [--of ranks|supervisors|http] [--cycles N] [--ranks N] [--gpus 0,1] [--model DIR] [--starts N]
 
 ranks        a random rank of a group. Each cycle waits for every stream's first token after the previous kill. In
              `--starts` of the cycles it is killed once more during the restart, before the group serves
@@ -271,12 +271,13 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--starts", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--gpus", help="GPUs of the group, one a rank, instead of --ranks: 0,1")
     parser.add_argument("--model", default=str(shipped_model()))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, address = Path(name), f"unix:{name}/s"
-        group = Service(folder, "serve", "--model", options.model, "--ranks", str(options.ranks), "--address", address,
-                        "--cpus-per-rank", "1", "--max-length", "512")
+        ranks = ["--gpus", options.gpus] if options.gpus else ["--ranks", str(options.ranks), "--cpus-per-rank", "1"]
+        group = Service(folder, "serve", "--model", options.model, *ranks, "--address", address, "--max-length", "512")
         started = [group]
         try:
             if options.of == "http":
