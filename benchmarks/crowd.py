@@ -213,7 +213,8 @@ class Client:
         more = {"logprobs": True, "top_logprobs": options.top} if options.top else {}
         config = GenerateConfig(max_new_tokens=options.tokens, early_stopping=False, seed=1, **more)
         self._send_message(pb.SessionRequest(start=pb.StartRequest(id=self._id, request=pb.GenerateRequest(
-            model=MODEL, input_ids=pb.TokenIds(ids=ids), config=convert.generate_config_to_pb(config)))))
+            model=MODEL, input_ids=pb.TokenIds(ids=ids), want_text=options.text,
+            config=convert.generate_config_to_pb(config)))))
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -232,6 +233,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--top", type=int, default=0, help="logprobs with each token")
+    parser.add_argument("--text", action="store_true", help="ask for text with the tokens")
     options = parser.parse_args()
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin, selectors.EVENT_READ, None)
