@@ -1,6 +1,7 @@
 """Converts types of the API to and from messages of proto/allspark.proto. Client and service use it."""
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import fields
@@ -16,8 +17,10 @@ from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
 #: The versions of allspark.proto that this code speaks. PROTOCOL is increased when an older peer would misunderstand a
-#: message; the version before it stays supported, so that clients and servers can be upgraded one after the other.
-OLDEST_PROTOCOL, PROTOCOL = 1, 2
+#: message; versions before it stay supported, so that clients and servers can be upgraded one after the other.
+OLDEST_PROTOCOL, PROTOCOL = 1, 3
+#: the first version with SessionResponse.tokens
+TOKENS_PROTOCOL = 3
 #: trailing metadata key of a refused call, holding a serialized Error
 ERROR_KEY = "allspark-error-bin"
 #: longest error text on the wire: metadata is limited to tens of kB
@@ -294,6 +297,21 @@ def elements_from_pb(message: pb.Elements) -> GeneratedElements:
         if message.HasField("stop_string"):
             elements.stop_string = message.stop_string
     return elements
+
+
+def tokens_from_pb(message: pb.Tokens) -> Iterable[tuple[int, int, str, int, float | None, list[tuple[int, float]]]]:
+    """Tokens in columns as rows: the request's id, the token, its text, sample, log probability and top ones."""
+    logprobs: Iterable[float | None] = itertools.repeat(None)
+    tops: Iterable[list[tuple[int, float]]] = itertools.repeat([])
+    if message.top_counts:
+        given, pairs, start = iter(message.logprobs), list(zip(message.top_ids, message.top_logprobs)), 0
+        logprobs, tops = [], []
+        for top in message.top_counts:
+            logprobs.append(None if top < 0 else next(given, None))
+            tops.append(pairs[start:start + max(top, 0)])
+            start += max(top, 0)
+    return zip(message.requests, message.ids, message.texts or itertools.repeat(""),
+               message.samples or itertools.repeat(0), logprobs, tops)
 
 
 def stat_to_pb(stat: dict[str, float]) -> pb.RequestStat:

@@ -36,6 +36,8 @@ class LiveRequest:
     spec: RequestSpec
     queue: ResultQueue = field(default_factory=ResultQueue)
     received: list[list[int]] = field(default_factory=list)     #: token ids so far, one list a sample
+    #: by sample: the fields of its elements about the prefix cache, as its server gave them last
+    cached: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     fingerprint: str = ""                                   #: of the server that took it
     ticket: bytes = b""                                     #: of the server that took it: shown when it is resumed
     session: Session | None = None

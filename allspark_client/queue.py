@@ -33,6 +33,8 @@ class ResultQueue:
         self._changed = threading.Condition(self._lock)
         self._elements: deque[GeneratedElements] = deque()
         self._status = GenerateRequestStatus.Init
+        self._ended = False                # the status is final
+        self._waiting = 0                  # threads that wait for a change
         self._error: AllSparkError | None = None
         self._reason: str | None = None
         self._length = 0
@@ -51,11 +53,11 @@ class ResultQueue:
         """
         deadline = None if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
         with self._changed:
-            while not self._elements and not self._status.final:
+            while not self._elements and not self._ended:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return None
-                self._changed.wait(left)
+                self._wait(left)
             return self._take()
 
     def GetWithTimeout(self, timeout_ms: float) -> GeneratedElements | None:
@@ -93,8 +95,14 @@ class ResultQueue:
 
     def wait_final(self, timeout: float | None = None) -> bool:
         """Wait until the request has ended, at most `timeout` seconds; returns whether it has."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            return self._changed.wait_for(lambda: self._status.final, timeout)
+            while not self._ended:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._wait(left)
+            return self._ended
 
     def __iter__(self) -> Iterator[GeneratedElements]:
         while (elements := self.Get()) is not None:
@@ -102,8 +110,19 @@ class ResultQueue:
         self._raise_error()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
-        while (elements := await self.GetAsync()) is not None:
-            yield elements
+        while True:     # as with GetAsync, whose calls would cost more than all else about a token
+            news = elements = None
+            with self._lock:
+                if self._elements or self._ended:
+                    elements = self._take()
+                else:
+                    news = self._tasks.add()
+            if news is not None:
+                await self._awaited(news, None)
+            elif elements is not None:
+                yield elements
+            else:
+                break
         self._raise_error()
 
     async def GetAsync(self, timeout_ms: float | None = None) -> GeneratedElements | None:
@@ -111,7 +130,7 @@ class ResultQueue:
         deadline = None if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
         while True:
             with self._lock:
-                if self._elements or self._status.final:
+                if self._elements or self._ended:
                     return self._take()
                 news = self._tasks.add()
             if not await self._awaited(news, deadline):
@@ -122,7 +141,7 @@ class ResultQueue:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
-                if self._status.final:
+                if self._ended:
                     return True
                 news = self._tasks.add()
             if not await self._awaited(news, deadline):
@@ -143,6 +162,14 @@ class ResultQueue:
                     self._tasks.discard(news)
         return came
 
+    def _wait(self, seconds: float | None) -> None:
+        """Wait for a change; the caller holds the lock, once."""
+        self._waiting += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._waiting -= 1
+
     def _take(self) -> GeneratedElements | None:
         if self._elements:
             return self._elements.popleft()
@@ -159,13 +186,30 @@ class ResultQueue:
     def put(self, elements: GeneratedElements) -> None:
         """Add new tokens. The queue owns `elements` from now on."""
         with self._lock:
-            if self._status.final:
+            if self._ended:
                 return
             self._length += len(elements.ids_from_generate)
             if self._elements and self._elements[-1].sample_index == elements.sample_index:
                 self._elements[-1].extend(elements)
             else:
                 self._elements.append(elements)
+            self._wake()
+
+    def put_token(self, sample: int, token: int, text: str, logprob: float | None, top: list[tuple[int, float]],
+                  cached: tuple[int, int, int]) -> None:
+        """Add one token; the arguments are those of GeneratedElements.of_token."""
+        with self._lock:
+            if self._ended:
+                return
+            self._length += 1
+            if self._elements and (last := self._elements[-1]).sample_index == sample:
+                last.ids_from_generate.append(token)
+                last._texts.append(text)
+                if logprob is not None:
+                    last.token_logprobs_list.append(logprob)
+                    last.log_probs_list.append(top)
+            else:
+                self._elements.append(GeneratedElements.of_token(sample, token, text, logprob, top, cached))
             self._wake()
 
     def set_status(self, status: GenerateRequestStatus) -> None:
@@ -187,14 +231,16 @@ class ResultQueue:
         `reason`: the value of FinishReason(), if the status does not imply it.
         """
         with self._lock:
-            if self._status.final:
+            if self._ended:
                 return
             self._status, self._error = GenerateRequestStatus(status), error
+            self._ended = self._status.final
             self._reason = reason or _REASONS[self._status]
             self._wake()
 
     def _wake(self) -> None:
-        self._changed.notify_all()
+        if self._waiting:
+            self._changed.notify_all()
         self._tasks.wake()
 
 

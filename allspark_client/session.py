@@ -170,6 +170,8 @@ class Session:
                     self.info = message.info
                     self._greeted.set()
                 with waking_together(), self._lock:
+                    if message.HasField("tokens"):
+                        self._apply_tokens(message.tokens)
                     for event in message.events:
                         self._apply(event)
         except grpc.RpcError as rpc_error:
@@ -192,6 +194,14 @@ class Session:
                 request.answered.set()
         self._on_lost(self, started, error)
 
+    def _apply_tokens(self, message: pb.Tokens) -> None:
+        """Give new tokens to their requests: of requests that have got tokens before."""
+        for request_id, token, text, sample, logprob, top in convert.tokens_from_pb(message):
+            request = self._live.get(request_id)
+            if request is not None:     # not released meanwhile
+                request.received[sample].append(token)
+                request.queue.put_token(sample, token, text, logprob, top, request.cached.get(sample, (0, 0, 0)))
+
     def _apply(self, event: pb.RequestEvent) -> None:
         request = self._live.get(event.id)
         if request is None:     # released meanwhile
@@ -207,6 +217,8 @@ class Session:
             elements = convert.elements_from_pb(message)
             request.first_token = request.first_token or time.monotonic()
             request.received[elements.sample_index].extend(elements.ids_from_generate)
+            request.cached[elements.sample_index] = (elements.prefix_cache_len, elements.prefix_len_gpu,
+                                                     elements.prefix_len_cpu)
             request.queue.put(elements)
         request.begun = request.begun or event.begun
         if event.HasField("status"):

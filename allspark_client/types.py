@@ -109,6 +109,22 @@ class GeneratedElements:
     #: the string of GenerateConfig.stop that ended the sample, if one did
     stop_string: str | None = None
 
+    @classmethod
+    def of_token(cls, sample: int, token: int, text: str, logprob: float | None, top: list[tuple[int, float]],
+                 cached: tuple[int, int, int]) -> GeneratedElements:
+        """One token. `logprob`, `top`: None and [] unless wanted; `cached`: the fields about the prefix cache.
+
+        As the constructor with these fields, in a third of its time: most elements are made here.
+        """
+        self = cls.__new__(cls)
+        self.__dict__ = {
+            "ids_from_generate": [token], "log_probs_list": [] if logprob is None else [top],
+            "token_logprobs_list": [] if logprob is None else [logprob], "tensors_from_model_inference": [],
+            "prefix_cache_len": cached[0], "prefix_len_gpu": cached[1], "prefix_len_cpu": cached[2],
+            "sample_index": sample, "_texts": [text], "prompt_logprobs_list": [], "finish_reason": None,
+            "stop_string": None}
+        return self
+
     def _set_text(self, text: str) -> None:
         self._texts: list[str] = [text]
 

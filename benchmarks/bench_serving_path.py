@@ -37,9 +37,6 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
 
-from support.fake_engine import FakeEngine  # noqa: E402
-from support.fake_group import FakeGroup  # noqa: E402
-
 from allspark_client import AsModelConfig, AsyncClientEngine  # noqa: E402
 from allspark_client.types import Detokenized, GenerateRequestStatus as Status  # noqa: E402
 from allspark_launch.group.background import shipped_model  # noqa: E402
@@ -50,6 +47,8 @@ from allspark_server.rpc.service import Service  # noqa: E402
 from allspark_server.runtime.plan import SAMPLE, StepPlan  # noqa: E402
 from allspark_server.tokenizer.detokenizer import StreamDetokenizer  # noqa: E402
 from allspark_server.tokenizer.tokenizer import Tokenizer  # noqa: E402
+from support.fake_engine import FakeEngine  # noqa: E402
+from support.fake_group import FakeGroup  # noqa: E402
 
 MODEL, WORD, TOP = "m", " the", [(7, -0.1234567), (8, -2.3456789), (9, -3.4567891), (10, -4.5678912), (11, -5.678912)]
 
@@ -248,16 +247,23 @@ async def ask_http(options: argparse.Namespace, counts: Counts) -> None:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
                  f"{len(body)}\r\n\r\n{body}".encode())
-    begun, data = False, b""
-    while b"[DONE]" not in data:
+    begun, rest = False, b""
+    while b"[DONE]" not in rest:
         if not (data := await reader.read(65536)):
             raise RuntimeError("the server ended a stream")
-        if not begun and (at := data.find(b'"text":"')) >= 0:
-            begun = True
-            counts.note_first(data[at + 8:at + 40])
-            counts.tokens += 1
-        counts.events += data.count(b'"text":"')
-        counts.tokens += data.count(WORD.encode()) if not options.top else data.count(b'"token_logprobs"')
+        *whole, rest = (rest + data).split(b"\n\n")
+        rest = rest or (whole[-1] if whole[-1:] == [b"data: [DONE]"] else b"")
+        for event in whole:
+            at = event.find(b'"text":"') + 8
+            if at < 8:
+                continue
+            text = event[at:event.index(b'"', at)]
+            if not begun:
+                begun = True
+                counts.note_first(text)
+                counts.tokens += 1
+            counts.events += 1
+            counts.tokens += text.count(b" the")
     counts.events -= 1      # the one that says why it ended
     writer.close()
 

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
@@ -27,6 +28,7 @@ from allspark_server.engine.output import OutputStage, StepOutput
 from allspark_server.engine.request import Request
 from allspark_server.engine.served_model import ServedModel
 from allspark_server.rpc.client_stream import ClientStream, _RequestSink
+from allspark_server.rpc.token_columns import TokenColumns
 from allspark_server.runtime.plan import WorkTable
 
 STEPS, WARM, DEPTH = 300, 50, 2
@@ -63,6 +65,7 @@ def measure(running: int, waiting: int, accepted: int) -> None:
     model.running = True
     session = ClientStream(None, lambda session, now: None, 1 << 30)
     session._release = lambda handle: None
+    columns = TokenColumns()
     for i in range(running + waiting):
         session.register(i)
         prompt = [i % 1000] * (1 + i % 64)  # spans fill up at different steps
@@ -91,7 +94,9 @@ def measure(running: int, waiting: int, accepted: int) -> None:
             output._deliver(event)
         output.events.clear()
         f = time.thread_time()
-        session.take()
+        session.take(columns)
+        if columns:
+            columns.move_to(pb.Tokens())
         g = time.thread_time()
         spent = {"plan": b - a, "encode": c - b, "complete": e - d, "total": c - a + e - d, "output": f - e,
                  "take": g - f}

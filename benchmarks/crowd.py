@@ -178,8 +178,12 @@ class Client:
             return
         if self.options.kind in ("idle", "large"):
             return
-        now = time.perf_counter()
-        for event in pb.SessionResponse.FromString(body).events:
+        now, response = time.perf_counter(), pb.SessionResponse.FromString(body)
+        for request in response.tokens.requests:
+            self.gaps.append(now - self._since[request][0])
+            self._since[request] = now, True
+        self.tokens += len(response.tokens.ids)
+        for event in response.events:
             count = sum(len(elements.ids) for elements in event.elements)
             if count:
                 since, begun = self._since[event.id]

@@ -18,6 +18,7 @@ from allspark_client.types import GeneratedElements, GenerateRequestStatus
 from ..engine.results import SampleEnd, prompt_elements
 from .calls import known_error
 from .client_limits import ClientLimits
+from .token_columns import TokenColumns
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +47,7 @@ class _Pending:
     stopped: bool = False       # by the client, before it was started
     answered: bool = False      # Started was sent, or is in `event`; results wait for it
     event: pb.RequestEvent | None = None
+    cached: dict[int, int] = field(default_factory=dict)    # by sample: what its tokens so far said of the prefix cache
     elements: list[GeneratedElements] = field(default_factory=list)
     texts: list[list[str]] = field(default_factory=list)    # of each of `elements`, in parts
     size: int = 0               # tokens and top-logprob pairs of `elements`
@@ -70,6 +72,7 @@ class _Pending:
             self.elements.append(
                 GeneratedElements(prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample))
             self.texts.append([])
+            self.cached[sample] = cached
         elements = self.elements[-1]
         elements.ids_from_generate.append(token)
         size = 1
@@ -245,15 +248,21 @@ class ClientStream:
             self._notified = True
             self._notify(self, False)
 
-    def _merge(self) -> None:
-        """Move all filed results to their requests; the caller holds the lock."""
+    def _merge(self, columns: TokenColumns | None = None) -> None:
+        """Move all filed results to their requests, but tokens of requests without other news to `columns`, if it is
+        given. The caller holds the lock.
+        """
         self._notified = False     # first: results filed from now on may wait for the next time
-        filed = self._filed
+        filed, requests, changed = self._filed, self._pending, self._changed
         while filed:
             result = filed.popleft()
             request_id = result[0]
-            pending = self._pending.get(request_id)
+            pending = requests.get(request_id)
             if pending is None:
+                continue
+            if (columns is not None and result[7] is None and pending.answered and request_id not in changed
+                    and pending.cached.get(result[1]) == result[6]):    # the first is None for what is not a token
+                columns.add(result)
                 continue
             if result[1] == _NO_SAMPLE:
                 pending.status = result[2]
@@ -266,22 +275,25 @@ class ClientStream:
             else:
                 self._size += pending.add(*result[1:])
             if pending.answered:
-                self._changed[request_id] = None
-        self.overflow = self.overflow or self._size > self._max_pending
-        self._note_size()
+                changed[request_id] = None
+        size = self._size + (0 if columns is None else columns.size)
+        self.overflow = self.overflow or size > self._max_pending
+        self._note_size(size)
 
-    def _note_size(self) -> None:
-        largest = self._shared.set(self, self._size)
+    def _note_size(self, size: int | None = None) -> None:
+        largest = self._shared.set(self, self._size if size is None else size)
         if largest is not None:
             largest.overflow = True
             largest._notify(largest, False)
 
-    def take(self) -> list[pb.RequestEvent]:
-        """The events to be sent now, one for each request with results."""
+    def take(self, columns: TokenColumns | None = None) -> list[pb.RequestEvent]:
+        """The events to be sent now, one for each request with results. Tokens without other news go to `columns`, if
+        it is given; they come before the events.
+        """
         taken: list[tuple[int, _Pending]] = []
         ended: list[int] = []
         with self._lock:
-            self._merge()
+            self._merge(columns)
             changed, self._changed = self._changed, {}
             for request_id in changed:
                 pending = self._pending.get(request_id)
@@ -295,7 +307,7 @@ class ClientStream:
                     if request_id in self._handles:
                         ended.append(self._handles.pop(request_id))
                 else:
-                    self._pending[request_id] = _Pending(answered=True)
+                    self._pending[request_id] = _Pending(answered=True, cached=pending.cached)
             self._note_size()
         for handle in ended:    # nothing more will be sent about them
             self._release(handle)

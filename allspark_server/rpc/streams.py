@@ -31,6 +31,7 @@ from .client_stream import Backlog, ClientStream, generate_response, overflow_er
 from .methods import REQUESTS, Methods, Workers, denied
 from .request_sizes import check_sizes
 from .tickets import Tickets
+from .token_columns import TokenColumns
 from .wire_format import TooManyItems, find_number
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Streams:
         self._backlog = Backlog()
         self._incoming = Incoming()
         self._tickets = Tickets(access)
-        self._passed: set[bytes] = set()    # tickets of requests that have passed the drain
+        self._passed: set[bytes] = set()    # tickets of requests that have passed the drain, under `_passing`
+        self._passing = threading.Lock()
         self._compiled: dict[tuple[int, str], None] = {}    # grammars, with scope, that were accepted; oldest first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed: set[ClientStream] = set()        # streams with results to send
@@ -128,15 +130,18 @@ class Streams:
             info = self._info()
             info.protocol = version
             await context.write(pb.SessionResponse(info=info).SerializeToString())
+            columns = TokenColumns() if version >= convert.TOKENS_PROTOCOL else None
             reader = asyncio.create_task(self._read(context, stream, client))
             reader.add_done_callback(lambda _: stream.ready.set())
             try:
                 while True:
                     await stream.ready.wait()
                     stream.ready.clear()
-                    events = stream.take()
-                    if events:
-                        await context.write(pb.SessionResponse(events=events).SerializeToString())
+                    response = pb.SessionResponse(events=stream.take(columns))
+                    if columns:
+                        columns.move_to(response.tokens)
+                    if response.events or response.HasField("tokens"):
+                        await context.write(response.SerializeToString())
                     if reader.done() and not reader.cancelled() and (failure := reader.exception()) is not None:
                         await abort(context, failure)
                     if stream.idle and (reader.done() or self._ending):
@@ -310,12 +315,13 @@ class Streams:
         return spec
 
     def _passes_once(self, ticket: bytes) -> bool:
-        """Whether a ticket, if there is one, passes the drain for the first time."""
-        if ticket in self._passed:
-            return False
-        if ticket:
-            self._passed.add(ticket)
-        return True
+        """Whether a ticket, if there is one, passes the drain for the first time. Any thread."""
+        with self._passing:
+            if ticket in self._passed:
+                return False
+            if ticket:
+                self._passed.add(ticket)
+            return True
 
     def _cache_scope(self, request: pb.GenerateRequest, client: Client) -> str:
         return "" if self._share_prefixes else client.cache_scope(request.tenant)

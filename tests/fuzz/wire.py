@@ -52,6 +52,8 @@ class Messages(Target):
         event = pb.RequestEvent(id=1, started=pb.Started(fingerprint="f"), elements=[elements], status=2, error=error)
         names = list(AsModelConfig().to_dict())
         requests = [convert.request_to_pb(spec) for spec in specs]
+        tokens = pb.Tokens(requests=[1, 1], ids=[3, 4], texts=["", "a"], top_counts=[-1, 1], logprobs=[-0.5],
+                           top_ids=[4], top_logprobs=[-0.5])
         self.seeds: list[tuple[Any, list[str], Callable[[Any], Any]]] = [
             *((request, [], self._request) for request in requests),
             *((pb.SessionRequest(start=pb.StartRequest(id=1, request=r)), [], self._session) for r in requests),
@@ -64,7 +66,7 @@ class Messages(Target):
             (convert.model_info_to_pb(ModelInfo(name="m", eos_token_ids=[1])), [],
              lambda m: convert.model_info_to_pb(convert.model_info_from_pb(m))),
             (pb.SessionResponse(info=pb.ServerInfo(models=convert.models_to_pb([ModelState("m", True, "f", 0)])),
-                                events=[event]), [], self._response),
+                                events=[event], tokens=tokens), [], self._response),
         ]  # fmt: skip
 
     def start(self, rng: Random) -> None:
@@ -131,6 +133,7 @@ class Messages(Target):
     @staticmethod
     def _response(message: pb.SessionResponse) -> None:
         convert.models_from_pb(message.info.models)
+        list(convert.tokens_from_pb(message.tokens))
         for event in message.events:
             for elements in event.elements:
                 convert.elements_from_pb(elements)

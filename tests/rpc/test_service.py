@@ -25,10 +25,12 @@ from allspark_client import (
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
 from allspark_server.access import Access, Role
+from allspark_server.engine.results import SampleEnd
 from allspark_server.rpc import methods
 from allspark_server.rpc.calls import ConcurrencyLimits
 from allspark_server.rpc.client_stream import Backlog, ClientStream, _Pending, _RequestSink
 from allspark_server.rpc.service import Service
+from allspark_server.rpc.token_columns import TokenColumns
 from support.fake_engine import FakeEngine
 from support.fake_service import MODEL, expected, serving, tokens, wait_until
 
@@ -178,9 +180,11 @@ def test_one_message_a_step(served):
 
     steps, ended, with_tokens, sizes = core.steps, 0, 0, []
     for message in call(requests()):
-        if any(event.elements for event in message.events):
+        with_news = [event.id for event in message.events if event.elements] + list(message.tokens.requests)
+        if with_news:
             with_tokens += 1
-            sizes.append(len(message.events))
+            sizes.append(len(with_news))
+            assert sorted(set(with_news)) == sorted(with_news)
         ended += sum(event.status == int(Status.GenerateFinished) for event in message.events)
         if ended == 8:
             break
@@ -215,6 +219,63 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
         return taken
 
     assert seconds_to_take(20_000) < 10 * seconds_to_take(10)
+
+
+def test_tokens_without_other_news_are_columns_of_one_message():
+    session, columns = ClientStream(None, lambda *_: None), TokenColumns()
+    for i in (1, 2, 3):
+        session.register(i)
+        session._answer(i, pb.RequestEvent(id=i, started=pb.Started()))
+    session.take()
+
+    def token(request, token, sample=0, logprob=None, top=(), text="t", cached=4, end=None):
+        _RequestSink(session, request).on_token(7, sample, token, logprob, list(top), text, cached, end)
+
+    def take():
+        events, message = session.take(columns), pb.Tokens()
+        if columns:
+            columns.move_to(message)
+        return [(event.id, [list(e.ids) for e in event.elements]) for event in events], message
+
+    for i in (1, 2):
+        token(i, 10 * i)
+    assert take() == ([(1, [[10]]), (2, [[20]])], pb.Tokens())      # the first tokens tell of the prefix cache
+    token(1, 11)
+    token(2, 21, logprob=-0.5, top=[(21, -0.5), (5, -1.5)])
+    token(1, 12, text=None)
+    events, message = take()
+    assert not events and not columns
+    assert (message.requests, message.ids, message.texts) == ([1, 2, 1], [11, 21, 12], ["t", "t", ""])
+    assert not message.samples and (message.top_counts, message.logprobs) == ([-1, 2, -1], [-0.5])
+    assert (message.top_ids, message.top_logprobs) == ([21, 5], [-0.5, -1.5])
+    rows = [(1, 11, "t", 0, None, []), (2, 21, "t", 0, -0.5, [(21, -0.5), (5, -1.5)]), (1, 12, "", 0, None, [])]
+    assert list(convert.tokens_from_pb(message)) == rows
+
+    token(1, 13)
+    token(2, 22, sample=1)          # the first token of another sample
+    token(2, 23)                    # comes after it
+    token(3, 30, cached=0)
+    token(1, 14, end=SampleEnd("length"))
+    _RequestSink(session, 1).on_finish(7, Status.GenerateFinished, None, {}, "length")
+    events, message = take()
+    assert events == [(2, [[22], [23]]), (3, [[30]]), (1, [[14]])]  # after the tokens of the same message
+    assert (message.requests, message.ids) == ([1], [13]) and not message.top_counts
+    token(2, 24, sample=1)
+    token(3, 31, cached=1)
+    events, message = take()
+    assert events == [(3, [[31]])]                                  # what it says of the prefix cache has changed
+    assert (message.requests, message.samples, message.ids) == ([2], [1], [24])
+
+
+def test_tokens_in_columns_count_as_unread():
+    session, columns = ClientStream(None, lambda *_: None, max_pending=10), TokenColumns()
+    session._pending[1] = _Pending(answered=True, cached={0: 0})
+    for count, overflow in ((3, False), (4, True)):
+        for token in range(count):
+            _RequestSink(session, 1).on_token(7, 0, token, -1.0, [(1, -1.0), (2, -2.0)], None, 0, None)
+        assert not session.take(columns) and len(columns) == count and columns.size == 3 * count
+        assert session.overflow is overflow and session._shared._total == 0
+        columns.move_to(pb.Tokens())
 
 
 def test_who_leaves_most_unread_goes_first_when_all_together_leave_too_much():

@@ -99,22 +99,61 @@ def test_a_server_negotiates(monkeypatch):
     with serving() as (_, address):
         assert greet(address, protocol=1).protocol == 1                             # of the last version
         assert greet(address, protocol=1, newest_protocol=2).protocol == 2
-        info = greet(address, protocol=2, newest_protocol=3)                        # of the next version
-        assert (info.protocol, info.oldest_protocol) == (2, 1)
-        newer = r"speaks versions 3 to 4 of the protocol, this server \(.*\) speaks versions 1 to 2: upgrade this s"
-        for versions, text in (({"protocol": 3, "newest_protocol": 4}, newer), ({"protocol": 7}, "speaks version 7 of"),
+        info = greet(address, protocol=2, newest_protocol=4)                        # of the next version
+        assert (info.protocol, info.oldest_protocol) == (3, 1)
+        newer = r"speaks versions 4 to 5 of the protocol, this server \(.*\) speaks versions 1 to 3: upgrade this s"
+        for versions, text in (({"protocol": 4, "newest_protocol": 5}, newer), ({"protocol": 7}, "speaks version 7 of"),
                                ({}, "speaks version 0 .*: upgrade the client")):
             with pytest.raises(grpc.RpcError) as caught:
                 greet(address, **versions)
             assert caught.match("the client .'c'. " + text)
-        monkeypatch.setattr(convert, "OLDEST_PROTOCOL", 2)
-        with pytest.raises(grpc.RpcError, match=r"version 1 .* speaks version 2: upgrade the client .'c'"):
+        monkeypatch.setattr(convert, "OLDEST_PROTOCOL", 3)
+        with pytest.raises(grpc.RpcError, match=r"version 1 .* speaks version 3: upgrade the client .'c'"):
             greet(address, protocol=1)
 
 
+@pytest.mark.parametrize("newest", [2, 3])
+def test_each_version_gets_tokens_in_its_own_form(newest):
+    """Columns of tokens from version 3 on; before it only events."""
+    config = {"max_new_tokens": 9, "logprobs": True, "top_logprobs": 2, "n": 2, "seed": 1}
+    request = pb.GenerateRequest(model="m", input_ids=pb.TokenIds(ids=[4, 5]), want_text=True,
+                                 config=pb.GenerateConfig(**config))
+    release = threading.Event()
+
+    def requests():
+        yield pb.SessionRequest(hello=pb.Hello(protocol=1, newest_protocol=newest, client="c"))
+        yield pb.SessionRequest(start=pb.StartRequest(id=1, request=request))
+        release.wait(20)
+
+    found: dict[int, list] = {0: [], 1: []}
+    in_columns = 0
+    with serving(core=FakeEngine(0.005)) as (_, address), grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(wire.SESSION, pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString)
+        for message in call(requests()):
+            assert newest == 3 or not message.HasField("tokens")
+            for _, token, text, sample, logprob, top in convert.tokens_from_pb(message.tokens):
+                found[sample].append((token, text, logprob, top))
+                in_columns += 1
+            for event in message.events:
+                for elements in map(convert.elements_from_pb, event.elements):
+                    found[elements.sample_index] += zip(
+                        elements.ids_from_generate, [elements.text], elements.token_logprobs_list,
+                        elements.log_probs_list, strict=True)
+            if any(event.HasField("stat") for event in message.events):
+                break
+        release.set()
+        with ClientEngine(address) as engine, engine.generate("m", {"input_ids": [4, 5]}, config) as generation:
+            generation.read()
+    for sample, rows in enumerate(generation.samples):
+        ids, texts, logprobs, tops = zip(*found[sample])
+        assert (list(ids), list(logprobs)) == (rows.ids_from_generate, rows.token_logprobs_list)
+        assert list(tops) == rows.log_probs_list and texts == tuple(f"<{i}>" for i in ids)
+    assert in_columns > 6 if newest == 3 else not in_columns
+
+
 @pytest.mark.parametrize("versions,text", [
-    ({"protocol": 4, "oldest_protocol": 3}, r"\(version 9.9\) speaks versions 3 to 4 of the protocol, this client "
-                                            r"\(allspark_client .*\) speaks versions 1 to 2: upgrade this client"),
+    ({"protocol": 5, "oldest_protocol": 4}, r"\(version 9.9\) speaks versions 4 to 5 of the protocol, this client "
+                                            r"\(allspark_client .*\) speaks versions 1 to 3: upgrade this client"),
     ({"protocol": 0}, "version 0 .*: upgrade the server")])
 def test_a_client_refuses_a_server_without_a_common_version(versions, text, tmp_path):
     info = pb.SessionResponse(info=pb.ServerInfo(version="9.9", **versions)).SerializeToString()
