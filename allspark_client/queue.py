@@ -110,19 +110,11 @@ class ResultQueue:
         self._raise_error()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
-        while True:     # as with GetAsync, whose calls would cost more than all else about a token
-            news = elements = None
-            with self._lock:
-                if self._elements or self._ended:
-                    elements = self._take()
-                else:
-                    news = self._tasks.add()
-            if news is not None:
-                await self._awaited(news, None)
-            elif elements is not None:
-                yield elements
+        while (found := self._take_or_wait()) is not None:
+            if isinstance(found, GeneratedElements):
+                yield found
             else:
-                break
+                await self._arrival(found)
         self._raise_error()
 
     async def GetAsync(self, timeout_ms: float | None = None) -> GeneratedElements | None:
@@ -146,6 +138,23 @@ class ResultQueue:
                 news = self._tasks.add()
             if not await self._awaited(news, deadline):
                 return self.GenerateStatus().final
+
+    def _take_or_wait(self) -> GeneratedElements | asyncio.Future[None] | None:
+        """New tokens; a future for `_arrival` if there are none yet; None after the end. As GetAsync, but iteration
+        needs no coroutine a token, nor the HTTP server, which reads with this method.
+        """
+        with self._lock:
+            if self._elements:
+                return self._elements.popleft()
+            return self._take() if self._ended else self._tasks.add()
+
+    async def _arrival(self, news: asyncio.Future[None]) -> None:
+        try:
+            await news
+        except BaseException:
+            with self._lock:
+                self._tasks.discard(news)
+            raise
 
     async def _awaited(self, news: asyncio.Future[None], deadline: float | None) -> bool:
         """Wait for a future of `_tasks`; returns whether it was resolved in time."""

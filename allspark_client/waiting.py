@@ -91,6 +91,8 @@ async def resolved(future: asyncio.Future[None], timeout: float) -> bool:
 
 
 def _resolve_in_loops(futures: list[asyncio.Future[None]]) -> None:
+    if not futures:
+        return
     by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for future in futures:
         by_loop.setdefault(future.get_loop(), []).append(future)

@@ -100,6 +100,11 @@ async def _preflight(scope: dict[str, Any], origin: bytes, send: Send) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+#: new objects that trigger a garbage collection. A step of 256 streams makes thousands, which reference counts free
+#: soon: with the default, 700, each step would be searched several times
+_YOUNG = 10_000
+
+
 class Application:
     """The ASGI application. It finds the endpoint of a path, and is connected to the pool while it runs."""
 
@@ -159,6 +164,7 @@ class Application:
         await receive()     # lifespan.startup
         gc.collect()
         gc.freeze()     # collections skip what is loaded
+        gc.set_threshold(_YOUNG)
         await self._worker.pool.open()
         watch = asyncio.create_task(self._worker.watch())
         await send({"type": "lifespan.startup.complete"})

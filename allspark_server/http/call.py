@@ -106,6 +106,7 @@ class Call:
         self._scope, self._send = scope, send
         self._sending_since = 0.0
         self._streaming, self._written = False, 0.0
+        self._chunk: Callable[[bytes], bool] | None = None  # sends at once, if it returns True
         self._answers: list[Answer] = []
         self._limited, self._counted = False, 0     # for the limits of its key: whether it counts, and tokens so far
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
@@ -213,11 +214,15 @@ class Call:
         """Begin an answer of server-sent events."""
         await self._start(200, _SEND_HEADERS)
         self._streaming = True
+        self._chunk = (self._scope.get("extensions") or {}).get("allspark.chunk")
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """Send a part of the answer; waits while the client does not read."""
         if not more:
             self._count_tokens()    # before the client knows the end, and asks again
+        elif data and self._chunk is not None and self._chunk(data):
+            self._written = time.monotonic()
+            return
         self._sending_since = self._written = time.monotonic()
         self._streaming = self._streaming and more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -12,9 +12,9 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages
-from .choices import DONE, fingerprint, ids_field, prompt_field, quoted, token_bytes, usage
+from .choices import DONE, fingerprint, ids_field, prompt_field, token_bytes, usage
 from .errors import bad_value, not_available
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, chat_logprobs_json, quoted
 from .pieces import joined, json_list, json_object
 from .replies import ChatReplies, ChatReply, chat_spec, effort_kwargs
 from .sampling import check_prompt_logprobs, check_room, check_stream_options, config_of, response_format
@@ -77,7 +77,7 @@ async def chat(call: Call, request: ChatRequest) -> None:
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), wanted,
                    "max_tokens" if request.max_tokens else "max_completion_tokens")
-        replies = ChatReplies(call, answer, info)
+        replies = ChatReplies(call, answer, info, keep_logprobs=not request.stream)
         if request.stream:
             await _Stream(call, request, info, replies).run()
         else:
@@ -146,9 +146,12 @@ class _Stream:
             reply, events = replies.take(elements)
             logprobs = "null"
             if self._request.logprobs:
-                tokens = await token_bytes(call.pool, self._info, elements)
-                entries = chat_logprobs(elements, tokens, self._request.top_logprobs or 0)
-                logprobs = json.dumps({"content": list(entries), "refusal": None})
+                texts, top = call.pool.token_texts(self._info), self._request.top_logprobs or 0
+                try:
+                    logprobs = chat_logprobs_json(elements, texts, top)
+                except KeyError:
+                    await token_bytes(call.pool, self._info, elements)
+                    logprobs = chat_logprobs_json(elements, texts, top)
                 events = events or [Content("")]    # the text is held back until more is known
             more = ""
             if self._request.return_token_ids:

@@ -14,7 +14,6 @@ from .pool import Answer, Pool
 
 _REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "tool_calls": "tool_calls"}
 DONE = b"data: [DONE]\n\n"
-quoted = json.encoder.encode_basestring_ascii   # a str as JSON, in the fastest way
 
 
 @dataclass
@@ -27,16 +26,16 @@ class Choice:
     #: why it ended (ResultQueue.FinishReason), and the stop string that ended it; None while it runs
     ended: str | None = None
     stop_string: str | None = None
-    #: what was generated, with log probabilities, if the request wants these
+    #: what was generated, with log probabilities, if Choices keeps it
     elements: GeneratedElements = field(default_factory=GeneratedElements)
 
-    def take(self, elements: GeneratedElements, logprobs: bool) -> None:
-        """Add new tokens."""
+    def take(self, elements: GeneratedElements, keep: bool) -> None:
+        """Add new tokens. `keep`: in `elements`, too."""
         self.ids += elements.ids_from_generate
         self.texts.append(elements.text)
         if elements.finish_reason is not None:
             self.ended, self.stop_string = elements.finish_reason, elements.stop_string
-        if logprobs:
+        if keep:
             self.elements.extend(elements)
 
     @property
@@ -48,10 +47,11 @@ class Choice:
 class Choices:
     """The samples of one request to the pool."""
 
-    def __init__(self, answer: Answer, info: ModelInfo, first_index: int = 0):
+    def __init__(self, answer: Answer, info: ModelInfo, first_index: int = 0, keep_logprobs: bool = False):
+        """`keep_logprobs`: keep log probabilities, if wanted at all, for an answer that is written as a whole."""
         config = answer.spec.config
         self.answer, self.info = answer, info
-        self._first_index, self._logprobs = first_index, config.logprobs
+        self._first_index, self._keep = first_index, keep_logprobs and config.logprobs
         self.all = [Choice(first_index + i) for i in range(config.n)]
         #: GeneratedElements.prompt_logprobs_list
         self.prompt_logprobs: list[list[tuple[int, float]]] = []
@@ -59,7 +59,7 @@ class Choices:
     def take(self, elements: GeneratedElements) -> Choice:
         """Add new tokens; returns the choice that they belong to."""
         choice = self.all[elements.sample_index]
-        choice.take(elements, self._logprobs)
+        choice.take(elements, self._keep)
         self.prompt_logprobs = self.prompt_logprobs or elements.prompt_logprobs_list
         return choice
 

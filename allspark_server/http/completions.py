@@ -16,10 +16,10 @@ from allspark_server.json_structure import MAX_VALUES
 
 from .call import Call, new_id
 from .chat_wire import ResponseFormat
-from .choices import DONE, Choice, Choices, fingerprint, ids_field, prompt_field, quoted, token_bytes, usage
+from .choices import DONE, Choice, Choices, fingerprint, ids_field, prompt_field, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
 from .infill import prompts_with_suffix
-from .logprobs import CompletionLogprobs, logprobs_in_pieces
+from .logprobs import CompletionLogprobs, logprobs_in_pieces, quoted
 from .pieces import joined, json_object
 from .pool import Answer, Pool
 from .sampling import check_prompt_logprobs, check_room, check_stream_options, config_of, response_format
@@ -75,11 +75,14 @@ class _Part:
         return CompletionLogprobs(self.top).of(ids, [None, *(pairs[0][1] for pairs in given)], [[], *top], known,
                                                self.echo)
 
-    async def of(self, pool: Pool, at: int, elements: GeneratedElements) -> dict[str, Any]:
+    async def json(self, pool: Pool, at: int, elements: GeneratedElements) -> str:
         """The log probabilities of new tokens of the choice with index `at`."""
-        tokens = await token_bytes(pool, self.choices.info, elements)
-        return self.logprobs[at].of(elements.ids_from_generate, elements.token_logprobs_list,
-                                    elements.log_probs_list, tokens)
+        texts, maker = pool.token_texts(self.choices.info), self.logprobs[at]
+        try:
+            return maker.json(elements, texts)
+        except KeyError:
+            await token_bytes(pool, self.choices.info, elements)
+            return maker.json(elements, texts)
 
 
 def _check(request: CompletionRequest) -> None:
@@ -149,7 +152,7 @@ async def completions(call: Call, request: CompletionRequest) -> None:
             echo = ""
             if request.echo:
                 echo = prompt if isinstance(prompt, str) else (await call.pool.detokenize(request.model, prompt)).text
-            choices = Choices(answer, info, len(parts) * config.n)
+            choices = Choices(answer, info, len(parts) * config.n, keep_logprobs=not request.stream)
             call.generated.append(choices)
             parts.append(_Part(choices, echo, request.logprobs))
         await _Writer(call, request, info, parts, wanted).run()
@@ -238,7 +241,8 @@ class _Writer:
         for part in self._parts:
             for choice in part.choices.all if part.echo and not part.owes_prompt else ():
                 await call.write(chunk(choice, part.echo))
-        async for part, elements in _merged(self._parts):
+
+        async def write(part: _Part, elements: GeneratedElements) -> None:
             choice = part.choices.take(elements)
             if part.owes_prompt:    # the prompt's log probabilities come with the first token
                 of_prompt = json.dumps(await part.of_prompt(call.pool))
@@ -247,7 +251,7 @@ class _Writer:
                 part.owes_prompt = False
             logprobs = "null"
             if request.logprobs is not None:
-                logprobs = json.dumps(await part.of(call.pool, elements.sample_index, elements))
+                logprobs = await part.json(call.pool, elements.sample_index, elements)
             data, more = b"", ""
             if request.return_token_ids:
                 more = ids_field("token_ids", elements.ids_from_generate)
@@ -259,6 +263,13 @@ class _Writer:
                 data += chunk(choice, "", reason=f'"{self._reason(part, choice)}"')
             if data:
                 await call.write(data)
+
+        if len(self._parts) == 1:
+            async for elements in self._parts[0].choices.answer:
+                await write(self._parts[0], elements)
+        else:
+            async for part, elements in _merged(self._parts):
+                await write(part, elements)
         for part in self._parts:
             for choice in part.choices.all:
                 if choice.ended is None:
@@ -271,10 +282,6 @@ class _Writer:
 
 async def _merged(parts: list[_Part]) -> AsyncIterator[tuple[_Part, GeneratedElements]]:
     """New tokens of all parts as they arrive, until all have ended. Raises the error of a part that fails."""
-    if len(parts) == 1:
-        async for elements in parts[0].choices.answer:
-            yield parts[0], elements
-        return
     ready: asyncio.Queue[tuple[_Part, GeneratedElements | Exception | None]] = asyncio.Queue(_WAITING)
 
     async def pump(part: _Part) -> None:

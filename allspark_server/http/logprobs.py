@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from allspark_client.types import GeneratedElements
@@ -13,11 +14,17 @@ from .pieces import json_list
 
 #: what other servers write for -inf, which JSON does not have
 _LEAST = -9999.0
+quoted = json.encoder.encode_basestring_ascii   # a str as JSON, in the fastest way
 
 
 def finite(logprob: float) -> float:
     """A log probability that JSON can represent."""
     return logprob if math.isfinite(logprob) else _LEAST
+
+
+def number(logprob: float) -> str:
+    """`finite` as JSON."""
+    return repr(logprob) if math.isfinite(logprob) else repr(_LEAST)
 
 
 def token_text(data: bytes) -> str:
@@ -26,6 +33,48 @@ def token_text(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class TokenTexts:
+    """The bytes of tokens by id, and the parts of JSON that log probabilities need of them, each made once.
+
+    The parts raise KeyError for a token whose bytes are not known.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, bytes] = {}
+        #: `token_text` as JSON, and the number of characters that the token has by itself
+        self.completion: dict[int, tuple[str, int]] = _Made(
+            lambda i: (quoted(token_text(self.bytes[i])), len(self.bytes[i].decode(errors="ignore"))))
+        #: what stands before and behind the log probability in an entry of a chat
+        self.chat: dict[int, tuple[str, str]] = _Made(lambda i: (
+            f'{{"token": {quoted(self.bytes[i].decode(errors="replace"))}, "logprob": ',
+            f', "bytes": {json.dumps(list(self.bytes[i]))}'))
+
+
+class _Made(dict[int, Any]):
+    """Makes its values when they are asked for."""
+
+    def __init__(self, make: Callable[[int], Any]):
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: int) -> Any:
+        value = self[key] = self._make(key)
+        return value
+
+
+def chat_logprobs_json(elements: GeneratedElements, texts: TokenTexts, top: int) -> str:
+    """The field `logprobs` of a chat's chunk, as json.dumps would write the entries of `chat_logprobs`."""
+    known, entries = texts.chat, []
+    for i, logprob, pairs in zip(elements.ids_from_generate, elements.token_logprobs_list, elements.log_probs_list):
+        others = []
+        for other, value in pairs[:top]:
+            begin, end = known[other]
+            others.append(f"{begin}{number(value)}{end}}}")
+        begin, end = known[i]
+        entries.append(f'{begin}{number(logprob)}{end}, "top_logprobs": [{", ".join(others)}]}}')
+    return f'{{"content": [{", ".join(entries)}], "refusal": null}}'
 
 
 def chat_logprobs(elements: GeneratedElements, tokens: dict[int, bytes], top: int) -> Iterator[dict[str, Any]]:
@@ -122,6 +171,27 @@ class CompletionLogprobs:
             "top_logprobs": best if self._top else None,
             "text_offset": offsets,
         }
+
+
+    def json(self, elements: GeneratedElements, known: TokenTexts) -> str:
+        """As json.dumps would write `of` for new tokens. KeyError, before anything has changed, if some are unknown."""
+        completion, count = known.completion, self._top
+        offset, texts, offsets, best = self._offset, [], [], []
+        for i, logprob, pairs in zip(elements.ids_from_generate, elements.token_logprobs_list,
+                                     elements.log_probs_list):
+            text, length = completion[i]
+            texts.append(text)
+            offsets.append(str(offset))
+            offset += length
+            if count:
+                entry = {completion[other][0]: number(value) for other, value in pairs[:count]}
+                entry.setdefault(text, number(logprob))
+                best.append("{" + ", ".join([f"{key}: {value}" for key, value in entry.items()]) + "}")
+        self._offset = offset
+        top = f'[{", ".join(best)}]' if count else "null"
+        return (f'{{"tokens": [{", ".join(texts)}], '
+                f'"token_logprobs": [{", ".join(map(number, elements.token_logprobs_list))}], '
+                f'"top_logprobs": {top}, "text_offset": [{", ".join(offsets)}]}}')
 
 
 _AT_ONCE = 64    # tokens of a piece

@@ -27,6 +27,7 @@ from allspark_client.types import (
 from allspark_server.prompt_length import check_characters
 
 from .errors import ApiError, from_engine
+from .logprobs import TokenTexts
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Pool:
         self._listing: asyncio.Task[list[ModelState]] | None = None
         self._infos: dict[str, tuple[float, ModelInfo]] = {}
         self._refreshing: set[asyncio.Task[None]] = set()
-        self._tokens: dict[str, tuple[str, dict[int, bytes]]] = {}
+        self._tokens: dict[str, tuple[str, TokenTexts]] = {}
 
     async def open(self) -> None:
         """Begin to connect; does not wait."""
@@ -235,14 +236,19 @@ class Pool:
 
     async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
         """The bytes of tokens, at least of these ids. Each is asked for once per loaded model."""
-        model_hash, known = self._tokens.get(info.name, ("", {}))
-        if model_hash != info.model_hash:
-            known = {}
-            self._tokens[info.name] = info.model_hash, known
+        known = self.token_texts(info).bytes
         unknown = [i for i in ids if i not in known]
         if unknown:
             known.update(zip(unknown, (await self.detokenize(info.name, unknown)).tokens))
         return known
+
+    def token_texts(self, info: ModelInfo) -> TokenTexts:
+        """The texts of the tokens that are known: those that `token_bytes` was asked for."""
+        model_hash, texts = self._tokens.get(info.name, ("", None))
+        if texts is None or model_hash != info.model_hash:
+            texts = TokenTexts()
+            self._tokens[info.name] = info.model_hash, texts
+        return texts
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -289,13 +295,18 @@ class Answer:
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
         since = time.monotonic()
+        results = self._generation.queue
         try:
-            async for elements in self._generation.queue:
-                self._taken += len(elements.ids_from_generate)
-                yield elements
+            while (found := results._take_or_wait()) is not None:
+                if not isinstance(found, GeneratedElements):
+                    await results._arrival(found)
+                    continue
+                self._taken += len(found.ids_from_generate)
+                yield found
                 if time.monotonic() - since > TURN_SECONDS:
                     await asyncio.sleep(0)      # reading what has arrived does not wait
                     since = time.monotonic()
+            results._raise_error()
         except AllSparkError as error:
             raise from_engine(error) from error
 

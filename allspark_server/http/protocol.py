@@ -52,7 +52,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """As uvicorn's; adds extensions that endpoints use."""
         super().on_message_begin()
-        extensions: dict[str, Any] = {"allspark.abort": self.transport.abort,
+        extensions: dict[str, Any] = {"allspark.abort": self.transport.abort, "allspark.chunk": self._chunk,
                                       "allspark.certificate": _names(self.transport.get_extra_info("peercert"))}
         self.scope["extensions"] = extensions
         if self._late is None:
@@ -76,6 +76,17 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing() and self.cycle.response_complete:
             self._overhead = 0
             self.idle[self] = None
+
+    def _chunk(self, data: bytes) -> bool:
+        """Send a part of the current answer, as `send` of ASGI would; False if `send` must do that, since the client
+        does not read as fast, or the answer has not begun or is not chunked.
+        """
+        cycle = self.cycle
+        if self.flow.write_paused or not cycle.response_started or not cycle.chunked_encoding or \
+                cycle.response_complete or cycle.disconnected or cycle.scope["method"] == "HEAD":
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def _expect_head(self) -> None:
         self._late = self.loop.call_later(HEAD_SECONDS, self._end)

@@ -121,9 +121,10 @@ class ChatReply:
 class ChatReplies:
     """All choices of an answer to a chat."""
 
-    def __init__(self, call: Call, answer: Answer, info: ModelInfo):
+    def __init__(self, call: Call, answer: Answer, info: ModelInfo, keep_logprobs: bool = False):
+        """`keep_logprobs`: see Choices."""
         self._call, self.info = call, info
-        self.choices = Choices(answer, info)
+        self.choices = Choices(answer, info, keep_logprobs=keep_logprobs)
         call.generated.append(self.choices)
         self.all = [ChatReply(answer, info, choice) for choice in self.choices.all]
 

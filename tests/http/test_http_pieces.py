@@ -16,7 +16,13 @@ from allspark_server.access import Client, Role
 from allspark_server.http import call
 from allspark_server.http.bodies import BodyReader
 from allspark_server.http.errors import ApiError
-from allspark_server.http.logprobs import CompletionLogprobs, logprobs_in_pieces
+from allspark_server.http.logprobs import (
+    CompletionLogprobs,
+    TokenTexts,
+    chat_logprobs,
+    chat_logprobs_json,
+    logprobs_in_pieces,
+)
 from allspark_server.http.metrics import Metrics
 from allspark_server.http.pieces import joined, json_list, json_object
 
@@ -39,6 +45,31 @@ def test_log_probabilities_in_pieces(top):
     rest = other.of(*given, tokens)
     whole = {key: None if rest[key] is None else before[key] + rest[key] for key in rest}
     assert json.loads("".join(logprobs_in_pieces([before], maker, elements, tokens))) == whole
+
+
+_BYTES = {1: b" the", 2: "é\n".encode(), 3: b"\xe2\x82", 4: b'"\\', 5: b"", 6: "\U0001f600\x00".encode(), 7: b" the"}
+
+
+@pytest.mark.parametrize("top", [0, 1, 3])
+def test_log_probabilities_of_a_chunk_are_the_json_that_they_were(top):
+    """They are put together from known parts, in the bytes that json.dumps writes."""
+    texts = TokenTexts()
+    made, other = CompletionLogprobs(top, 3), CompletionLogprobs(top, 3)
+    elements = [
+        GeneratedElements([1], [[(1, -0.1), (7, -0.2), (2, -1e-9)]], [-0.1]),     # two tokens with one text
+        GeneratedElements([2, 3, 6], [[(5, -1.0), (4, float("-inf")), (6, -17.25)], [], [(3, -0.5)]],
+                          [-0.12345678901234567, float("-inf"), -1e-30]),
+        GeneratedElements([4, 5], [[(2, -1.0)]] * 2, [-2.0, 0.0])]
+    for new in elements:
+        if not texts.bytes:
+            for make in (lambda: made.json(elements[1], texts), lambda: chat_logprobs_json(elements[1], texts, top)):
+                with pytest.raises(KeyError):
+                    make()
+            texts.bytes.update(_BYTES)
+        wanted = other.of(new.ids_from_generate, new.token_logprobs_list, new.log_probs_list, _BYTES)
+        assert made.json(new, texts) == json.dumps(wanted)
+        entries = {"content": list(chat_logprobs(new, _BYTES, top)), "refusal": None}
+        assert chat_logprobs_json(new, texts, top) == json.dumps(entries)
 
 
 def test_turns():
