@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
@@ -172,7 +170,7 @@ class OutputStage:
                     self._give_up(request, error)
         ended = dict(outcome.ended)
         tokens = result.tokens.tolist()
-        logprobs: list[float] | None = None
+        rows = _LogprobRows(result)
         first_tokens: list[float] = []
         gaps: list[float] = []
         for index, (sequence, first, kept) in enumerate(
@@ -185,9 +183,7 @@ class OutputStage:
                     break
                 logprob, top = None, _NO_TOP
                 if sample.top_logprobs >= 0:
-                    if logprobs is None:
-                        logprobs = result.logprobs.tolist()
-                    logprob, top = logprobs[at], _top(result, at, sample.top_logprobs)
+                    logprob, top = rows.of(at, sample.top_logprobs)
                 if request.last_token:
                     gaps.append(now - request.last_token)
                 else:
@@ -211,9 +207,26 @@ class OutputStage:
         self._on_undeliverable(request)
 
 
-def _top(result: StepResult, at: int, count: int) -> list[tuple[int, float]]:
-    """The top `count` ids of a result's row and their log probabilities."""
-    if not count:
-        return _NO_TOP
-    ids: np.ndarray = result.top_ids[at, :count]
-    return [(i, value) for i, value in zip(ids.tolist(), result.top_logprobs[at, :count].tolist()) if i >= 0]
+class _LogprobRows:
+    """The log probabilities of a step, converted once for all rows: arrays are slow to read one element at a time."""
+
+    def __init__(self, result: StepResult):
+        self._result = result
+        self._logprobs: list[float] | None = None
+        self._count = 0  # columns of `_ids` and `_values`
+        self._ids: list[list[int]] = []
+        self._values: list[list[float]] = []
+
+    def of(self, at: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+        """The log probability of a row's token, and the row's top `count` ids with theirs."""
+        if self._logprobs is None:
+            self._logprobs = self._result.logprobs.tolist()
+        if not count:
+            return self._logprobs[at], _NO_TOP
+        if count > self._count:
+            self._count = count
+            self._ids, self._values = (
+                a[:, :count].tolist() for a in (self._result.top_ids, self._result.top_logprobs))
+        ids = self._ids[at][:count]
+        top = list(zip(ids, self._values[at]))
+        return self._logprobs[at], [pair for pair in top if pair[0] >= 0] if -1 in ids else top

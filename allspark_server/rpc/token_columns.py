@@ -40,9 +40,7 @@ class TokenColumns:
         if given:
             message.logprobs.extend(given)
             message.top_counts.extend([-1 if logprob is None else len(top) for logprob, top in zip(logprobs, tops)])
-            pairs = list(itertools.chain.from_iterable(
-                [top for logprob, top in zip(logprobs, tops) if logprob is not None]))
-            if pairs:
-                top_ids, top_logprobs = zip(*pairs)
-                message.top_ids.extend(top_ids)
-                message.top_logprobs.extend(top_logprobs)
+            pairs = itertools.chain.from_iterable([top for logprob, top in zip(logprobs, tops) if logprob is not None])
+            flat: list[Any] = list(itertools.chain.from_iterable(pairs))
+            message.top_ids.extend(flat[::2])
+            message.top_logprobs.extend(flat[1::2])

@@ -217,11 +217,15 @@ class _ByteLevel(Step):
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: str) -> list[str]:
+        return [self.decoder.decode(self.bytes_of(token))]
+
+    @staticmethod
+    def bytes_of(token: str) -> bytes:
+        """The bytes that a token stands for."""
         try:
-            data = bytes([BYTE_CHARACTERS[c] for c in token])
+            return bytes([BYTE_CHARACTERS[c] for c in token])
         except KeyError:  # an added token, spelled in plain text
-            data = token.encode()
-        return [self.decoder.decode(data)]
+            return token.encode()
 
     def finish(self) -> list[str]:
         text = self.decoder.decode(b"", final=True)
@@ -322,6 +326,27 @@ class Window:
             return self.backend.decode(ids, skip_special_tokens=False)
 
 
+class ByteTokens(dict[int, "tuple[str, bytes, str | None] | None"]):
+    """The tokens of a tokenizer whose decoder is ByteLevel alone, by id, each looked up once: the token, its bytes, and
+    their text if they are whole characters. None for ids without a token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer):
+        super().__init__()
+        self._backend = backend
+
+    def __missing__(self, i: int) -> tuple[str, bytes, str | None] | None:
+        token = self._backend.id_to_token(int(i)) if i >= 0 else None
+        if token is None:
+            return None
+        data = _ByteLevel.bytes_of(token)
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = data.decode()
+        entry = self[i] = token, data, text
+        return entry
+
+
 class StreamDetokenizer:
     """The text of a sequence of ids, returned as soon as later ids cannot change it.
 
@@ -331,18 +356,32 @@ class StreamDetokenizer:
 
     def __init__(
         self, backend: tokenizers.Tokenizer, decoder: dict[str, Any] | None, special_texts: frozenset[str],
-        keep: Iterable[str] = (), skip_special_tokens: bool = True,
+        known: ByteTokens, keep: Iterable[str] = (), skip_special_tokens: bool = True,
     ):
-        """`decoder`: of tokenizer.json. `keep`: special tokens that are not skipped."""
+        """`decoder`: of tokenizer.json. `known`: what all detokenizers of `backend` share. `keep`: special tokens that
+        are not skipped.
+        """
         self._backend = backend
         self._special = special_texts.difference(keep) if skip_special_tokens else frozenset()
         steps = chain(decoder)
         self._chain = steps or []
         self._window = Window(backend) if steps is None else None
+        self._known = known
+        #: if the chain is ByteLevel alone: what is left of a character
+        self._bytes = None
+        if len(self._chain) == 1 and isinstance(self._chain[0], _ByteLevel):
+            self._bytes = self._chain[0].decoder
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes further ids; returns the text that they complete."""
         out: list[str] = []
+        if self._bytes is not None:
+            for i in ids:
+                entry = self._known[i]
+                if entry is not None and entry[0] not in self._special:
+                    _, data, text = entry
+                    out.append(self._bytes.decode(data) if text is None or self._bytes.buffer else text)
+            return "".join(out)
         for i in ids:
             token = self._backend.id_to_token(int(i)) if i >= 0 else None
             if token is None or token in self._special:

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from . import detokenizer, vocabularies
-from .detokenizer import StreamDetokenizer
+from .detokenizer import ByteTokens, StreamDetokenizer
 from .files import chat_templates_of, read_object, special_tokens_of
 from .templates import ChatTemplates, renderer
 from .text_size import characters_per_token
@@ -56,7 +56,7 @@ class Tokenizer:
         special_texts = frozenset(token.content for token in added.values() if token.special)
         self.marks = {token.content: i for i, token in added.items()
                       if token.special or detokenizer.is_mark(token.content)}
-        self.detokenizer = functools.partial(StreamDetokenizer, backend, decoder, special_texts)
+        self.detokenizer = functools.partial(StreamDetokenizer, backend, decoder, special_texts, ByteTokens(backend))
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
