@@ -114,15 +114,18 @@ class GeneratedElements:
                  cached: tuple[int, int, int]) -> GeneratedElements:
         """One token. `logprob`, `top`: None and [] unless wanted; `cached`: the fields about the prefix cache.
 
-        As the constructor with these fields, in a third of its time: most elements are made here.
+        As the constructor with these fields, in half its time: most elements are made here.
         """
         self = cls.__new__(cls)
-        self.__dict__ = {
-            "ids_from_generate": [token], "log_probs_list": [] if logprob is None else [top],
-            "token_logprobs_list": [] if logprob is None else [logprob], "tensors_from_model_inference": [],
-            "prefix_cache_len": cached[0], "prefix_len_gpu": cached[1], "prefix_len_cpu": cached[2],
-            "sample_index": sample, "_texts": [text], "prompt_logprobs_list": [], "finish_reason": None,
-            "stop_string": None}
+        self.ids_from_generate = [token]
+        self.log_probs_list = [] if logprob is None else [top]
+        self.token_logprobs_list = [] if logprob is None else [logprob]
+        self.tensors_from_model_inference = []
+        self.prefix_cache_len, self.prefix_len_gpu, self.prefix_len_cpu = cached
+        self.sample_index = sample
+        self._texts = [text]
+        self.prompt_logprobs_list = []
+        self.finish_reason = self.stop_string = None
         return self
 
     def _set_text(self, text: str) -> None:

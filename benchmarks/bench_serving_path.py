@@ -247,12 +247,12 @@ async def ask_http(options: argparse.Namespace, counts: Counts) -> None:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
                  f"{len(body)}\r\n\r\n{body}".encode())
-    begun, rest = False, b""
-    while b"[DONE]" not in rest:
+    begun, ended, rest = False, False, b""
+    while not ended:
         if not (data := await reader.read(65536)):
             raise RuntimeError("the server ended a stream")
         *whole, rest = (rest + data).split(b"\n\n")
-        rest = rest or (whole[-1] if whole[-1:] == [b"data: [DONE]"] else b"")
+        ended = any(b"[DONE]" in event for event in whole[-2:])
         for event in whole:
             at = event.find(b'"text":"') + 8
             if at < 8:

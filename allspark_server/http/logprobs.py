@@ -176,21 +176,23 @@ class CompletionLogprobs:
     def json(self, elements: GeneratedElements, known: TokenTexts) -> str:
         """As json.dumps would write `of` for new tokens. KeyError, before anything has changed, if some are unknown."""
         completion, count = known.completion, self._top
-        offset, texts, offsets, best = self._offset, [], [], []
+        offset, texts, numbers, offsets, best = self._offset, [], [], [], []
         for i, logprob, pairs in zip(elements.ids_from_generate, elements.token_logprobs_list,
                                      elements.log_probs_list):
             text, length = completion[i]
+            own = number(logprob)
             texts.append(text)
+            numbers.append(own)
             offsets.append(str(offset))
             offset += length
             if count:
                 entry = {completion[other][0]: number(value) for other, value in pairs[:count]}
-                entry.setdefault(text, number(logprob))
+                entry.setdefault(text, own)
                 best.append("{" + ", ".join([f"{key}: {value}" for key, value in entry.items()]) + "}")
         self._offset = offset
         top = f'[{", ".join(best)}]' if count else "null"
         return (f'{{"tokens": [{", ".join(texts)}], '
-                f'"token_logprobs": [{", ".join(map(number, elements.token_logprobs_list))}], '
+                f'"token_logprobs": [{", ".join(numbers)}], '
                 f'"top_logprobs": {top}, "text_offset": [{", ".join(offsets)}]}}')
 
 

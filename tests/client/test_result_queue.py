@@ -194,3 +194,21 @@ def test_queue_async_error_cancel_and_closed_loop():
     assert asyncio.run(one()).ids_from_generate == [1]
     with pytest.raises(a.AllSparkError, match="ALLSPARK_IO_ERROR"):
         asyncio.run(one())
+
+
+@pytest.mark.parametrize("logprob,top", [(None, []), (-0.5, [(3, -0.5), (4, -1.0)])])
+def test_tokens_are_put_as_elements_are(logprob, top):
+    one, other = a.ResultQueue(), a.ResultQueue()
+    for sample, token in ((0, 3), (0, 4), (1, 5), (0, 6)):
+        one.put_token(sample, token, f"t{token}", logprob, top, (7, 3, 4))
+        other.put(a.GeneratedElements(
+            [token], [] if logprob is None else [top], [] if logprob is None else [logprob], prefix_cache_len=7,
+            prefix_len_gpu=3, prefix_len_cpu=4, sample_index=sample, text=f"t{token}"))
+    assert one.GeneratedLength() == other.GeneratedLength() == 4
+    for _ in range(3):
+        found = one.Get()
+        assert found == other.Get() and vars(found).keys() == vars(a.GeneratedElements()).keys()
+    assert not one.GetNoWait() and not other.GetNoWait()
+    one.finish(Status.GenerateFinished)
+    one.put_token(0, 7, "t7", logprob, top, (7, 3, 4))
+    assert one.Get() is None and one.GeneratedLength() == 4
