@@ -32,6 +32,8 @@ _OPENED_REASONING = re.compile(rf"({'|'.join(map(re.escape, _REASONING_SIGNS))})
 _CLOSED_REASONING = re.compile(r"(</think>|</seed:think>|\[/THINK\])\s*\Z")
 # A template that loops over a message's content takes content parts; other templates want text.
 _TAKES_PARTS = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+[^%]*\bcontent\b""")
+# A template that joins the arguments of calls to texts takes them as text; other templates want objects.
+_JOINS_ARGUMENTS = re.compile(r"""\barguments\b['"]?\]?\s*[+~]|[+~]\s*[\w.'"\[\]]*\barguments\b['"]?\]?\s*[}+~]""")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class ReasoningMarks:
 class ChatFormat:
     """How the models of one family write tool calls and reasoning. This one, "plain", has no calls.
 
-    Attributes: `trigger`: the text that calls begin with; "{": the answer is a call if and only if it begins so.
+    Attributes: `trigger`: the text that calls begin with. `bare`: the answer is a call if and only if it begins so.
     `markers`: texts that belong to the output even where they are special tokens. `stops`: special tokens that end an
     answer. `template_signs`: texts that only this format's templates have. `architectures`: prefixes of the model
     architectures that use it. `opened`: matches the end of a prompt that has begun a part of the answer, which is
@@ -64,6 +66,7 @@ class ChatFormat:
     name = "plain"
     parser_class: type[OutputParser] = OutputParser
     trigger = ""
+    bare = False
     markers: tuple[str, ...] = ("<think>", "</think>")
     stops: tuple[str, ...] = ()
     template_signs: tuple[str, ...] = ()
@@ -100,10 +103,14 @@ class ChatFormat:
             return dict(self.parser_class.REASONING).get(match[1]), False
         return None, bool(_CLOSED_REASONING.search(prompt))
 
+    def recognizes(self, template: str) -> bool:
+        """Whether a chat template is of this format."""
+        return any(sign in template for sign in self.template_signs)
+
     def adapt(
         self, messages: list[Message], variables: dict[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Messages and template variables in the form that this family's templates take."""
+        """Messages and template variables, the tools among them, in the form that this family's templates take."""
         return messages, variables
 
     def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str | None:
@@ -174,7 +181,7 @@ class ChatFormat:
                 raise ValueError(f"JSON is a call in the chat format {self.name!r}: a JSON answer cannot be combined "
                                  "with optional tool calls; tool_choice must be 'none'")
             rules.append(call_rules)
-            if self.trigger != "{":
+            if not self.bare:
                 free = not forced and answer is None
                 rules.append(after_text("begin", self.trigger, literal) if free else f"begin: {literal(self.trigger)}")
         if not forced:
@@ -193,8 +200,8 @@ class ChatFormat:
 
     def _text(self, literal: Literal) -> str:
         """The Lark text for an answer without calls."""
-        if self.trigger == "{":
-            return r"/(\s*[^{\s](?s:.*))?/"
+        if self.bare:
+            return rf"/(\s*[^{re.escape(self.trigger)}\s](?s:.*))?/"
         return text_without(self.trigger, literal)
 
 
@@ -213,7 +220,8 @@ class JsonCallFormat(ChatFormat):
         """See ChatFormat."""
         separator = self.separator.format(trigger=literal(self.trigger)) if parallel else ""
         several = f" ({separator} {self.item})*" if parallel else ""
-        lines = [f"calls: {self.opening}{self.item}{several}{self.closing}"]
+        closing = self.closing.format(end_mark=literal(self.end_mark))
+        lines = [f"calls: {self.opening}{self.item}{several}{closing}"]
         if self.call_rule:
             lines.append(self.call_rule.format(end_mark=literal(self.end_mark)))
         lines.append("object: " + " | ".join(f"object_{i}" for i in range(len(functions))))
@@ -247,19 +255,21 @@ def render(templates: ChatTemplates, messages: Sequence[Message], options: ChatO
     """The prompt's text. ValueError from the template, or if there is none."""
     tools = [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
              for tool in options.offered]
-    variables = dict(options.chat_template_kwargs)
+    variables = {**options.chat_template_kwargs, "tools": tools or None}
+    if "enable_thinking" in variables:
+        variables.setdefault("thinking", variables["enable_thinking"])  # DeepSeek's and Kimi's name
     source = templates.source(bool(tools))
-    takes_parts = bool(_TAKES_PARTS.search(source))
-    shown = [_shown(message, takes_parts) for message in messages]
+    takes_parts, joins = bool(_TAKES_PARTS.search(source)), bool(_JOINS_ARGUMENTS.search(source))
+    shown = [_shown(message, takes_parts, joins) for message in messages]
     for known in FORMATS.values():
         if known.adapted_templates and known.adapted_templates in source:
             shown, variables = known.adapt(shown, variables)
     if not options.continue_final_message:
-        return templates.render(shown, tools=tools or None, **variables)
+        return templates.render(shown, **variables)
     final = shown[-1].get("content")
     if shown[-1]["role"] != "assistant" or not isinstance(final, str) or not final.strip():
         raise ValueError("continue_final_message needs a last message of the assistant with text")
-    text = templates.render(shown, tools=tools or None, **{**variables, "add_generation_prompt": False})
+    text = templates.render(shown, **{**variables, "add_generation_prompt": False})
     at = text.rfind(final.strip())
     if at < 0:
         raise ValueError("continue_final_message: the chat template does not write the last message as it is")
@@ -267,9 +277,9 @@ def render(templates: ChatTemplates, messages: Sequence[Message], options: ChatO
     return text[:whole] if text[at:whole] == final.lstrip() else text[:at + len(final.strip())]
 
 
-def _shown(message: Message, takes_parts: bool) -> Message:
-    """A message as templates expect it: arguments of calls as objects, and content as text unless the template takes
-    parts.
+def _shown(message: Message, takes_parts: bool, joins_arguments: bool) -> Message:
+    """A message as templates expect it: arguments of calls as objects unless the template joins them to texts, and
+    content as text unless the template takes parts.
     """
     shown = dict(message)
     if isinstance(shown.get("content"), list) and not takes_parts:
@@ -279,7 +289,8 @@ def _shown(message: Message, takes_parts: bool) -> Message:
         for call in shown["tool_calls"]:
             function = dict(call["function"])
             arguments = function.get("arguments", {})
-            function["arguments"] = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            value = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            function["arguments"] = json.dumps(value, ensure_ascii=False) if joins_arguments else value
             calls.append({**call, "function": function})
         shown["tool_calls"] = calls
     return shown

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
+from .call_lists import GraniteFormat, PhiFormat
 from .format import FORMATS, ChatFormat
+from .gemma import Gemma4Format, GemmaFormat
 from .glm45 import GlmFormat
 from .harmony import HarmonyFormat
 from .hermes import HermesFormat
 from .llama3 import LlamaFormat
 from .mistral import MistralFormat
+from .pythonic import LfmFormat, PythonicFormat
+from .sections import DeepSeek31Format, DeepSeekFormat, KimiFormat
 from .xml_calls import MiniMaxFormat, SeedFormat, XmlFormat
+
+logger = logging.getLogger(__name__)
 
 FORMATS.update((known.name, known) for known in (
     HermesFormat(), LlamaFormat(), MistralFormat(), GlmFormat(), HarmonyFormat(), XmlFormat(), SeedFormat(),
-    MiniMaxFormat(), ChatFormat()))
+    MiniMaxFormat(), DeepSeekFormat(), DeepSeek31Format(), KimiFormat(), GraniteFormat(), PhiFormat(), PythonicFormat(),
+    LfmFormat(), GemmaFormat(), Gemma4Format(), ChatFormat()))
 
 # The order in which templates are searched for the formats' signs: a template may have signs of later ones, too.
-_SEARCHED = ("harmony", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_coder", "hermes", "llama3")
+_SEARCHED = ("harmony", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_coder", "deepseek_v3", "deepseek_v31",
+             "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite", "phi4_mini", "pythonic", "hermes", "llama3")
 
 
 def chat_format_of(templates: Mapping[str, str], architecture: str) -> str:
-    """The name of the format that a checkpoint's templates use; if none is recognized, its architecture's."""
+    """The name of the format that a checkpoint's templates use; if none is recognized, its architecture's. A template
+    with tools of another format is logged.
+    """
     for name in _SEARCHED:
-        signs = FORMATS[name].template_signs
-        if any(sign in template for sign in signs for template in templates.values()):
+        if any(map(FORMATS[name].recognizes, templates.values())):
             return name
-    found = (known.name for known in FORMATS.values() if architecture.lower().startswith(known.architectures))
-    return next(found, "hermes")
+    named = (known.name for known in FORMATS.values() if architecture.lower().startswith(known.architectures))
+    found = next(named, "hermes")
+    if any("tool_calls" in template for template in templates.values()):
+        logger.warning("the form of tool calls in the chat template is not known: answers are parsed as %r unless a "
+                       "request names a chat_format (%s)", found, ", ".join(FORMATS))
+    return found

@@ -24,11 +24,6 @@ class LlamaParser(OutputParser):
                 while (yield from self._peek()) == ";":
                     self._consume(1)
 
-    def _peek_content(self) -> Steps:
-        """The next character that is not white space; it is not consumed."""
-        while not self._ended and not self._text.strip():
-            yield
-        return self._text.lstrip()[:1]
 
 
 class LlamaFormat(JsonCallFormat):
@@ -36,7 +31,7 @@ class LlamaFormat(JsonCallFormat):
 
     name = "llama3"
     parser_class = LlamaParser
-    trigger = "{"
+    trigger, bare = "{", True
     markers = ("<|python_tag|>", "<think>", "</think>")
     template_signs = ("<|python_tag|>", '"parameters": ')
     arguments_key = "parameters"

@@ -19,14 +19,8 @@ class MistralParser(OutputParser):
         while (yield from self._scan(("[TOOL_CALLS]",), self._content)):
             c = yield from self._peek()
             if c == "[":
-                self._consume(1)
-                while (c := (yield from self._peek())) in ("{", ","):
-                    if c == ",":
-                        self._consume(1)
-                    elif not (yield from self._call()):
-                        return
-                if c == "]":
-                    self._consume(1)
+                if not (yield from self._call_list("[TOOL_CALLS]")):
+                    return
             elif c == "{":
                 yield from self._call()
             else:

@@ -23,6 +23,8 @@ class OutputParser:
     REASONING: Sequence[tuple[str, str]] = THINK
     #: whether all text is in messages of the format, even where nothing is called
     IN_MESSAGES = False
+    #: marks that end the reasoning although they belong to what follows
+    ENDS_REASONING: Sequence[str] = ()
 
     def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
         """`tools`: those that the prompt describes, in OpenAI's form. `opened`: the part of the answer that the prompt
@@ -58,6 +60,7 @@ class OutputParser:
     def reasoning_in(self, text: str) -> list[tuple[int, int]]:
         """The beginning and the end of each part of a whole answer that is reasoning, if any is; with its marks."""
         ends = [at + len(end) for _, end in self.REASONING if (at := text.find(end)) >= 0]
+        ends += [at for mark in self.ENDS_REASONING if (at := text.find(mark)) >= 0]
         return [(0, min(ends, default=len(text)))]
 
     def _all(self) -> Steps:
@@ -94,7 +97,9 @@ class OutputParser:
             if kept:
                 self._events.append(Reasoning(kept))
 
-        yield from self._scan((pair[1],), emit)
+        marker = yield from self._scan((pair[1], *self.ENDS_REASONING), emit)
+        if marker in self.ENDS_REASONING:
+            self._text = marker + self._text
         yield from self._peek()
 
     # ---- events ----
@@ -147,6 +152,12 @@ class OutputParser:
             if self._text or self._ended:
                 return self._text[:1]
             yield
+
+    def _peek_content(self) -> Steps:
+        """The next character that is not white space; it is not consumed."""
+        while not self._ended and not self._text.strip():
+            yield
+        return self._text.lstrip()[:1]
 
     def _scan(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps:
         """Emits the text up to the first of the markers, and consumes that marker; returns it, or None at the end."""
@@ -218,6 +229,26 @@ class OutputParser:
         if not begun:
             self._content(before + "".join(taken))
         return begun
+
+    def _call_list(self, before: str) -> Steps:
+        """Parses a list of calls; returns whether it is one. Otherwise its text becomes content, after `before`."""
+        if (yield from self._peek()) != "[":
+            self._content(before)
+            return False
+        self._consume(1)
+        before += "["
+        while (c := (yield from self._peek())) in ("{", ","):
+            if c == ",":
+                self._consume(1)
+            elif not (yield from self._call(before=before)):
+                return False
+            else:
+                before = ""
+        if c == "]":
+            self._consume(1)
+        elif before:
+            self._content(before)
+        return c == "]" or not before
 
     def _call_object(self, known: bool) -> Steps:
         if (yield from self._peek()) != "{":

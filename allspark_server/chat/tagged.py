@@ -21,8 +21,7 @@ class TaggedParser(OutputParser):
     def _argument(self, arguments: Callable[[str], None], function: str, key: str, end: str) -> Steps:
         """Emits the value of the argument `key`, which the mark `end` ends, as JSON."""
         properties = self.functions.get(function, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        if not isinstance(schema, dict) or schema.get("type") != "string":
+        if not is_text(properties.get(key) if isinstance(properties, dict) else None):
             value, _ = yield from self._collect((end,))
             arguments(_json_or_text(value.strip("\n") if self.padded else value))
             return
@@ -77,7 +76,7 @@ class TaggedFormat(ChatFormat):
                 begin, end = self.argument(json.dumps(key), literal), literal(self.value_end)
                 part = rf'{begin} {pad}value_{i}_{j} {pad}{end} "\n"'
                 parts.append(part if key in schema.get("required", ()) else f"({part})?")
-                lines.append(f"value_{i}_{j}: {_value(value, schema)}")
+                lines.append(f"value_{i}_{j}: {value_rule(value, schema, plain=True)}")
             lines.append(f"call_{i}: {self.call(function['name'], ' '.join(parts), literal)}")
         if any(function.get("parameters") is None for function in functions):
             lines += [rf'pair: {self.argument(f"/{self.key}/", literal)} value "\n"',
@@ -92,12 +91,42 @@ def _json_or_text(value: str) -> str:
         return json.dumps(value, ensure_ascii=False)
 
 
-def _value(value: Any, schema: dict[str, Any]) -> str:
-    """The Lark text of a value: text as it is, without markup; otherwise JSON."""
-    if isinstance(value, dict) and value.get("type") == "string":
+def value_rule(value: Any, schema: dict[str, Any], plain: bool) -> str:
+    """The Lark text of a value by its schema `value`, which is a part of `schema`: JSON. `plain`: but text as it is,
+    without markup.
+    """
+    if plain and is_text(value):
         if "enum" in value or "const" in value:
             return " | ".join(map(json.dumps, value.get("enum", [value.get("const")])))
         most = value.get("maxLength", "")
         return f"/[^<]{{{value.get('minLength', 0)},{most}}}/"
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return json_rule({**value, **definitions} if isinstance(value, dict) else value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether the schema of a value says that it is text."""
+    return isinstance(value, dict) and value.get("type") == "string"
+
+
+def separated_arguments(
+    name: str, schema: dict[str, Any], equals: str, rule: Callable[[Any, dict[str, Any]], str],
+    separator: str = ", ",
+) -> list[str]:
+    """Lark rules of the arguments of a function, the first named `name`: the schema's properties in their order, with a
+    separator between those that are written. `rule`: the Lark text of a value and the function's schema.
+    """
+    properties, required = schema.get("properties") or {}, schema.get("required", ())
+    lines, between = [], json.dumps(separator)
+    for j, (key, value) in enumerate(properties.items()):
+        lines.append(f"{name}_value_{j}: {rule(value, schema)}")
+        pair = f"{json.dumps(key + equals)} {name}_value_{j} {name}_more_{j + 1}"
+        skip, more = (("", "") if key in required else (f" | {_at(name, j + 1)}", f" | {name}_more_{j + 1}"))
+        lines.append(f"{_at(name, j)}: {pair}{skip}")
+        lines.append(f"{name}_more_{j}: {between} {pair}{more}")
+    ends = [_at(name, len(properties)), f"{name}_more_{len(properties)}"] if properties else [name]
+    return lines + [f'{end}: ""' for end in ends]
+
+
+def _at(name: str, index: int) -> str:
+    return f"{name}_{index}" if index else name

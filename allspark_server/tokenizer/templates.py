@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -35,6 +36,8 @@ NICE = 5  # of the processes: steps go before
 PROCESSES = 4  # the most that run at a time: a chat that takes long does not keep others waiting
 KNOWN_TEMPLATES = 64  # that a process keeps; when there are more, it forgets all
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+_ASKS_FOR_NONE = re.compile(r"""\bcontent\b['"]?\]?\s+is\s+(not\s+)?none\b""")
 
 
 class _Process:
@@ -205,24 +208,29 @@ class ChatTemplates:
             isinstance(tools, (list, tuple)) and all(isinstance(tool, dict) for tool in tools)
         ):
             raise ValueError("tools must be a list of JSON schemas (dicts)")
+        template = self.source(tools is not None)
+        asks = bool(_ASKS_FOR_NONE.search(template))
         values = {
             **self._special_tokens,
             "documents": None,
             **variables,
-            "messages": [_as_seen(message) for message in messages],
+            "messages": [_as_seen(message, asks) for message in messages],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self.source(tools is not None)
         try:
             return renderer().render(template, values)
         except ValueError as error:
             raise ValueError(f"the chat template of {self._owner} {error}") from error
 
 
-def _as_seen(message: dict) -> dict:
-    """A message as transformers gives it to templates: without keys that are None, reasoning under all of its names."""
+def _as_seen(message: dict, asks_for_none: bool) -> dict:
+    """A message as transformers gives it to templates: without keys that are None, reasoning under all of its names.
+    `asks_for_none`: the template asks if content is None (DeepSeek's); transformers cannot render its calls.
+    """
     shown = {key: value for key, value in message.items() if value is not None}
+    if asks_for_none:
+        shown.setdefault("content", None)
     for name in ("reasoning_content", "thinking", "reasoning"):
         if name in shown:
             return {"thinking": shown[name], **shown, "reasoning_content": shown[name]}

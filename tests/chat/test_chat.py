@@ -10,11 +10,12 @@ import tokenizers
 from allspark_client import GenerateConfig
 from allspark_client.chat import ChatOptions, check_messages
 from allspark_server.chat import Content, Reasoning, ToolCallArguments, ToolCallBegin, chat_format, chat_format_of
-from allspark_server.chat.format import TAIL_IDS, opened_in, render
+from allspark_server.chat.format import FORMATS, TAIL_IDS, opened_in, render
 from allspark_server.guided import Guide, MatcherError
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from support.grammars import EOS, FABLE, VOCAB, walk
 from support.paths import ROOT
+from support.recorded_answers import PARIS, RECORDED
 from support.tool_calls import TIME, TOOLS, WEATHER, check_calls, joined
 
 
@@ -22,100 +23,6 @@ def parse(name, pieces, tools=TOOLS, choice=None, opened=""):
     parser = chat_format(name).parser(tools, choice, opened)
     events = [event for piece in pieces for event in parser.feed(piece)]
     return joined(events + parser.finish())
-
-
-PARIS, BERLIN = '{"city": "Paris"}', '{"city": "Berlin", "days": 2}'
-# Answers in the form that the families' model cards and templates publish.
-RECORDED = [
-    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", "",
-     [("get_weather", PARIS)]),
-    ("hermes", 'I will look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
-     '<tool_call>\n{"arguments": {"city": "Berlin", "days": 2}, "name": "get_weather"}\n</tool_call>',
-     "I will look.", "",
-     [("get_weather", PARIS), ("get_weather", BERLIN)]),
-    ("hermes", '<think>\nThe user asks.\nSo I call.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n'
-     "</tool_call>", "", "The user asks.\nSo I call.", [("now", "{}")]),
-    ("hermes", "<think>\n\n</think>\n\nIt is 12 o'clock.\n", "It is 12 o'clock.\n", "", []),
-    ("hermes", "a < b and <tool_calls> are no calls  ", "a < b and <tool_calls> are no calls  ", "", []),
-    ("hermes", '<tool_call>\n{"name": "now", "arguments": "{\\"zone\\": \\"UTC\\"}"}\n</tool_call>', "", "",
-     [("now", '{"zone": "UTC"}')]),
-    ("hermes", '<tool_call>{"name": "now"}</tool_call> Done.', " Done.", "", [("now", "{}")]),
-    ("hermes", 'So <tool_call>\n{"name": 5}</tool_call>', 'So <tool_call>\n{"name": 5}</tool_call>', "", []),
-    ("hermes", "<tool_call>\nnow()\n</tool_call>", "<tool_call>\nnow()\n</tool_call>", "", []),
-    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a}\\"]\\u00e9<\\/tool_call>", '
-     '"x": [{}, {"y": [1]}]}}\n</tool_call>', "", "",
-     [("get_weather", '{"city": "a}\\"]\\u00e9<\\/tool_call>", "x": [{}, {"y": [1]}]}')]),
-    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par', "", "",
-     [("get_weather", '{"city": "Par')]),
-    ("hermes", '<tool_call>\n{"name": "get_we', '<tool_call>\n{"name": "get_we', "", []),
-    ("llama3", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", "", [("get_weather", PARIS)]),
-    ("llama3", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": '
-     '{"zone": "UTC"}}', "", "", [("get_weather", PARIS), ("now", '{"zone": "UTC"}')]),
-    ("llama3", '{"type": "function", "name": "now", "parameters": {"zone": "UTC"}}\n', "", "",
-     [("now", '{"zone": "UTC"}')]),
-    ("llama3", '{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', "", []),
-    ("llama3", ' {"answer": 42} is it.', ' {"answer": 42} is it.', "", []),
-    ("llama3", 'Sure: {"name": "now", "parameters": {}}', 'Sure: {"name": "now", "parameters": {}}', "", []),
-    ("llama3", '<|python_tag|>brave_search.call(query="x")', 'brave_search.call(query="x")', "", []),
-    ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]', "", "",
-     [("get_weather", PARIS)]),
-    ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "VvvODy9mT"}, '
-     '{"name": "now", "arguments": {"zone": "UTC"}}]', "", "", [("get_weather", PARIS), ("now", '{"zone": "UTC"}')]),
-    ("mistral", 'Let me see.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{"zone": "UTC"}',
-     "Let me see.", "", [("get_weather", PARIS), ("now", '{"zone": "UTC"}')]),
-    ("mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}', "", "", [("get_weather", PARIS)]),
-    ("mistral", '[TOOL_CALLS]get_weather{"city": "Paris"}', "", "", [("get_weather", PARIS)]),
-    ("mistral", "[THINK]Hm, hm.[/THINK]The answer [TOOL] is 5.", "The answer [TOOL] is 5.", "Hm, hm.", []),
-    ("glm45", "<think>I should look.</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
-     "<arg_value>Paris</arg_value>\n</tool_call>", "", "I should look.", [("get_weather", PARIS)]),
-    ("glm45", "\n<think></think>\nOK\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Berlin</arg_value>\n"
-     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>", "OK", "",
-     [("get_weather", BERLIN), ("now", "{}")]),
-    ("glm45", '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>12 "a"\nb</arg_value>\n'
-     '<arg_key>more</arg_key>\n<arg_value>{"x":[1,"y"]}</arg_value>\n<arg_key>word</arg_key>\n'
-     '<arg_value>a word</arg_value>\n</tool_call>', "", "",
-     [("get_weather", '{"city": "12 \\"a\\"\\nb", "more": {"x": [1, "y"]}, "word": "a word"}')]),
-    ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par", "", "",
-     [("get_weather", '{"city": "Par')]),
-    ("qwen3_coder", "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nBerlin\n</parameter>\n"
-     "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"
-     "</tool_call>", "Let me see.", "", [("get_weather", BERLIN), ("now", "{}")]),
-    ("qwen3_coder", '<tool_call>\n<function=get_weather>\n<parameter=city>\n\n"a" <b>\n\n</parameter>\n<parameter=x>\n'
-     '[{"y": 1}]\n</parameter>\n</function>\n</tool_call>', "", "",
-     [("get_weather", '{"city": "\\n\\"a\\" <b>\\n", "x": [{"y": 1}]}')]),
-    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar", "", "",
-     [("get_weather", '{"city": "Par')]),
-    ("qwen3_coder", "<tool_call>\n<function=get_we", "<tool_call>\n<function=get_we", "", []),
-    ("qwen3_coder", "<tool_call>\nnow()\n</tool_call>", "<tool_call>\nnow()\n</tool_call>", "", []),
-    ("seed_oss", "<seed:think>The user asks.</seed:think>I look.\n<seed:tool_call>\n<function=get_weather>\n"
-     "<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>", "I look.", "The user asks.",
-     [("get_weather", PARIS)]),
-    ("minimax_m2", '<think>\nBoth.\n</think>\n\n<minimax:tool_call>\n<invoke name="get_weather">\n'
-     '<parameter name="city">Berlin</parameter>\n<parameter name="days">2</parameter>\n</invoke>\n'
-     '<invoke name="now">\n<parameter name="zone">UTC</parameter>\n</invoke>\n</minimax:tool_call>', "", "Both.",
-     [("get_weather", BERLIN), ("now", '{"zone": "UTC"}')]),
-    ("minimax_m2", "<minimax:tool_call>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call> Done.", " Done.", "",
-     [("now", "{}")]),
-    ("harmony", "<|channel|>analysis<|message|>The user asks. 1 < 2.<|end|><|start|>assistant<|channel|>final"
-     "<|message|>It is **5**.\n<|return|>", "It is **5**.\n", "The user asks. 1 < 2.", []),
-    ("harmony", "<|channel|>analysis<|message|>I should look.<|end|><|start|>assistant<|channel|>commentary "
-     'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", "I should look.",
-     [("get_weather", PARIS)]),
-    ("harmony", " to=functions.get_weather<|channel|>commentary json<|message|>" + PARIS, "", "",
-     [("get_weather", PARIS)]),
-    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis to=functions.now code"
-     "<|message|>{}<|call|>", "", "Hm.", [("now", "{}")]),
-    ("harmony", "<|channel|>commentary<|message|>I will look.\n<|end|><|start|>assistant to=functions.get_weather"
-     "<|channel|>commentary <|constrain|>json<|message|>" + PARIS + "<|call|><|start|>assistant<|channel|>commentary "
-     "to=functions.get_weather json<|message|>" + BERLIN + "<|call|>", "I will look.", "",
-     [("get_weather", PARIS), ("get_weather", BERLIN)]),
-    ("harmony", "<|start|>assistant<|channel|>analysis<|message|>a<|end|>\n<|start|>assistant<|channel|>analysis"
-     "<|message|>b<|start|>assistant<|channel|>final<|message|>c<|channel|>final<|message|>d", "c\nd", "a\nb", []),
-    ("harmony", "<|channel|>final<|message|>It is 12", "It is 12", "", []),
-    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", "", "Hm.", []),
-    ("harmony", "Just text, < of no message.", "Just text, < of no message.", "", []),
-    ("plain", "<think>a</think>b<tool_call>", "b<tool_call>", "a", []),
-]
 
 
 @pytest.mark.parametrize("name, text, content, reasoning, calls", RECORDED)
@@ -131,8 +38,7 @@ def test_recorded_answers_however_they_are_cut(name, text, content, reasoning, c
         assert parse(name, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == expected
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "qwen3_coder", "seed_oss", "minimax_m2",
-                                  "harmony", "plain"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_arbitrary_text_is_taken_apart_alike_however_it_is_cut(name):
     draw = random.Random(name)
     parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "{", "}",
@@ -141,7 +47,8 @@ def test_arbitrary_text_is_taken_apart_alike_however_it_is_cut(name):
              "[THINK]", "<", "</", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "to=", "analysis",
              "<function=", "</function>", "<parameter=", "</parameter>", ">", '<invoke name="', '">', "</invoke>",
              '<parameter name="', "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>",
-             "</minimax:tool_call>"]
+             "</minimax:tool_call>", *FORMATS[name].markers, "functions.", "[now(", "a=", "'", ")", "call:now{",
+             "functools[", "get_weather", "function"]
     for _ in range(300):
         text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
         whole = parse(name, [text])
@@ -177,7 +84,7 @@ def test_without_tools_nothing_is_a_call():
     assert parse("harmony", text, tools=[]) == parse("harmony", text, choice="none") == ("{}", "x", [])
 
 
-def test_the_format_is_the_checkpoints():
+def test_the_format_is_the_checkpoints(caplog):
     assert chat_format_of({"default": "... <tool_call> ... "}, "qwen2") == "hermes"
     assert chat_format_of({"default": "<tool_call><arg_key>"}, "glm4_moe") == "glm45"
     assert chat_format_of({"default": "", "tool_use": "[TOOL_CALLS]"}, "llama") == "mistral"
@@ -188,7 +95,20 @@ def test_the_format_is_the_checkpoints():
     assert chat_format_of({"default": "<seed:tool_call>\n<function="}, "") == "seed_oss"
     assert chat_format_of({}, "MiniMaxM2ForCausalLM") == "minimax_m2"
     assert chat_format_of({}, "Glm4MoeForCausalLM") == "glm45"
+    assert chat_format_of({"default": "'<｜tool▁sep｜>' + name + '\\n```json"}, "") == "deepseek_v3"
+    assert chat_format_of({"default": "<｜tool▁sep｜>"}, "DeepseekV3ForCausalLM") == "deepseek_v31"
+    assert chat_format_of({}, "DeepseekV3ForCausalLM") == "deepseek_v3"
+    assert chat_format_of({"default": "<|tool_call_argument_begin|>"}, "deepseek_v3") == "kimi_k2"
+    assert chat_format_of({}, "KimiK25ForConditionalGeneration") == "kimi_k2"
+    assert chat_format_of({"default": "<|tool_call|>"}, "llama") == "granite"
+    assert chat_format_of({"default": "<|tool|>"}, "phi3") == "phi4_mini"
+    assert chat_format_of({"default": "[func_name1(params_name1=params_value1)]<|python_tag|>"}, "llama") == "pythonic"
+    assert chat_format_of({}, "Lfm2MoeForCausalLM") == "lfm2"
     assert chat_format_of({}, "qwen3") == "hermes" and chat_format_of({}, "mistral") == "mistral"
+    assert not caplog.records
+    assert chat_format_of({"default": "{{ m.tool_calls }}"}, "llama") == "hermes"
+    assert [record.getMessage()[:80] for record in caplog.records] == [
+        "the form of tool calls in the chat template is not known: answers are parsed as 'hermes' unless"[:80]]
     with pytest.raises(ValueError, match="chat_format='gpt' is not known; allowed: hermes, llama3, mistral, glm45, ha"):
         chat_format("gpt")
 
@@ -230,6 +150,41 @@ def test_tools_parts_and_calls_are_in_the_prompt():
     assert opened_in(tail(tokenizer, text)) == "<think>\n"
     parts = with_template("{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}")
     assert render(parts.templates, messages[:1], ChatOptions()) == "[When?][Now?]"
+
+
+DEEPSEEK = (
+    "{%- for m in messages %}{%- if m['role'] == 'assistant' and m['content'] is none %}"
+    "{%- for tool in m['tool_calls'] %}{{- tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n```json' + "
+    "'\\n' + tool['function']['arguments'] + '\\n```' }}{%- endfor %}"
+    "{%- else %}{{- m['content'] }}{%- endif %}{%- endfor %}"
+    "{{- '<think>' if thinking else '</think>' }}"
+)
+KIMI = (
+    "{%- for m in messages %}{%- for c in m.tool_calls or [] %}"
+    "{{- c['id'] }}<|tool_call_argument_begin|>{%- if c['function']['arguments'] is string %}{{- 'text' }}{%- else %}"
+    "{{- c['function']['arguments'] | tojson }}{%- endif %}{%- endfor %}"
+    "{%- if m.role == 'tool' %}{{- '|' + m.tool_call_id + '|' }}{%- endif %}{%- endfor %}"
+)
+PHI = ("{%- for m in messages %}{%- if m['role'] == 'system' and m['tools'] %}{{- m['content'] + '<|tool|>' + "
+       "m['tools'] + '<|/tool|>' }}{%- else %}{{- m['content'] }}{%- endif %}{%- endfor %}")
+
+
+def test_templates_get_calls_and_tools_in_their_own_form():
+    answer = {"role": "tool", "tool_call_id": "call_1", "content": "12:00"}
+    messages = check_messages([{"role": "user", "content": "When?"}, CALLED, answer])
+    options = ChatOptions(tools=[TIME], chat_template_kwargs={"enable_thinking": True})
+    assert render(with_template(DEEPSEEK).templates, messages, options) == \
+        'When?function<｜tool▁sep｜>now\n```json\n{"zone": "UTC"}\n```12:00<think>'
+    assert render(with_template(DEEPSEEK).templates, messages, ChatOptions()).endswith("</think>")
+    own = check_messages([CALLED | {"tool_calls": [CALLED["tool_calls"][0] | {"id": "functions.now:1"}]},
+                          answer | {"tool_call_id": "functions.now:1"}])
+    assert render(with_template(KIMI).templates, [*messages, *own], options) == (
+        'functions.now:0<|tool_call_argument_begin|>{"zone": "UTC"}|functions.now:0|'
+        'functions.now:1<|tool_call_argument_begin|>{"zone": "UTC"}|functions.now:1|')
+    assert render(with_template(PHI).templates, messages[:1], options).startswith('<|tool|>[{"name": "now", ')
+    assert render(with_template(PHI).templates, messages[:1], ChatOptions()) == "When?"
+    parser = chat_format("kimi_k2").parser(TOOLS)
+    assert parser.feed(CALLS["kimi_k2"])[0] == ToolCallBegin(0, "functions.now:0", "now")
 
 
 @pytest.mark.parametrize("template, error", [
@@ -302,7 +257,7 @@ def tail(tokenizer, prompt):
     return tokenizer.decode(tokenizer.encode(prompt)[-TAIL_IDS:], skip_special_tokens=False)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "qwen3_coder", "seed_oss", "minimax_m2"])
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"harmony", "plain"}))
 def test_forced_calls_are_calls(guide, name):
     tokenizer = with_template("")
     for choice in ("required", {"type": "function", "function": {"name": "now"}}):
@@ -330,6 +285,20 @@ CALLS = {
     "seed_oss": "<seed:tool_call>\n<function=now>\n<parameter=zone>\"UTC\"</parameter>\n</function>\n</seed:tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n<parameter name="zone">"UTC"</parameter>\n</invoke>\n'
                   "</minimax:tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n"
+                   '{"zone": "UTC"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{"zone": "UTC"}<｜tool▁call▁end｜>'
+                    '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"place": "x"}<｜tool▁call▁end｜>'
+                    "<｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>"
+               '{"zone": "UTC"}<|tool_call_end|><|tool_calls_section_end|>',
+    "granite": '<|tool_call|>[{"name": "now", "arguments": {"zone": "UTC"}}]',
+    "phi4_mini": '<|tool_call|>[{"name": "now", "arguments": {"zone": "UTC"}}]<|/tool_call|>',
+    "pythonic": "[now(zone=\"UTC\"), get_weather(city='x', days=[1, \"(\"])]",
+    "lfm2": '<|tool_call_start|>[now(zone="UTC")]<|tool_call_end|>',
+    "functiongemma": '<start_function_call>call:now{zone:"UTC"}<end_function_call>'
+                     "<start_function_call>call:get_weather{city:<escape>x<escape>,days:{a:[1]}}<end_function_call>",
+    "gemma4": '<|tool_call>call:now{zone:"UTC"}<tool_call|>',
 }
 
 

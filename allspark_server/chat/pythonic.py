@@ -1,0 +1,173 @@
+"""Calls as Python writes them: `[get_weather(city="Paris"), now()]` (Llama 4, Llama 3.2, Gemma 3 with vLLM's
+templates), and between marks (LFM2).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .format import ChatFormat, Literal
+from .parser import OutputParser, Steps
+from .tagged import separated_arguments, value_rule
+
+_ERRORS = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
+
+
+class PythonicParser(OutputParser):
+    """Parses answers that are a list of calls of known functions; another list is content."""
+
+    def _run(self) -> Steps:
+        if (yield from self._peek_content()) == "[":
+            yield from self._list()
+
+    def _list(self) -> Steps:
+        """Parses a list of calls; returns whether it is one. Otherwise its text becomes content."""
+        self._taken = []
+        yield from self._peek()
+        self._consume(1)
+        while (yield from self._call_in_list()):
+            if (yield from self._peek()) == ",":
+                self._consume(1)
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            self._content("".join(taken))
+            return False
+        if (yield from self._peek()) == "]":
+            self._consume(1)
+        return True
+
+    def _call_in_list(self) -> Steps:
+        yield from self._peek()
+        name = yield from self._while(lambda c: c.isalnum() or c in "_.-")
+        if name not in self.functions or (yield from self._peek()) != "(":
+            return False
+        self._consume(1)
+        self._taken = None
+        arguments, opening = self._begin(name), "{"
+        while (c := (yield from self._peek())) and c != ")":
+            if c == ",":
+                self._consume(1)
+                continue
+            key = yield from self._while(lambda c: c not in "=,)")
+            if self._text[:1] != "=":
+                continue
+            self._consume(1)
+            value = yield from self._value()
+            if value is None:
+                return False
+            arguments(f"{opening}{json.dumps(key.strip(), ensure_ascii=False)}: {_as_json(value.strip())}")
+            opening = ", "
+        if c:
+            self._consume(1)
+            arguments("{}" if opening == "{" else "}")
+        return bool(c)
+
+    def _while(self, keeps: Callable[[str], bool]) -> Steps:
+        """Returns the text up to the first character that is not kept."""
+        at = 0
+        while True:
+            while at < len(self._text) and keeps(self._text[at]):
+                at += 1
+            if at < len(self._text) or self._ended:
+                return self._consume(at)
+            yield
+
+    def _value(self) -> Steps:
+        """Returns the text of a value; None if it is not complete."""
+        depth, quote, escaped, at = 0, "", False, 0
+        while True:
+            for c in self._text[at:]:
+                if quote:
+                    if escaped:
+                        escaped = False
+                    elif c == "\\":
+                        escaped = True
+                    elif c == quote:
+                        quote = ""
+                elif c in "\"'":
+                    quote = c
+                elif not depth and c in ",)":
+                    return self._consume(at)
+                elif c in "([{":
+                    depth += 1
+                elif c in ")]}":
+                    depth -= 1
+                at += 1
+            if self._ended:
+                self._consume(len(self._text))
+                return None
+            yield
+
+
+class PythonicFormat(ChatFormat):
+    """An answer is calls if and only if it begins with "["."""
+
+    name = "pythonic"
+    parser_class: type[OutputParser] = PythonicParser
+    trigger, bare = "[", True
+    template_signs: tuple[str, ...] = ("params_name1=params_value1",)
+
+    def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+        """See ChatFormat."""
+        several = ' (", " call)*' if parallel else ""
+        lines = [f"calls: {self._around('call' + several, literal)}",
+                 f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
+        for i, function in enumerate(functions):
+            opening, schema = json.dumps(function["name"] + "("), function.get("parameters")
+            if schema is None:
+                lines.append(f'call_{i}: {opening} ANY ")"')
+                continue
+            lines.append(f'call_{i}: {opening} pairs_{i} ")"')
+            lines += separated_arguments(f"pairs_{i}", schema, "=", _value_rule)
+        if any(function.get("parameters") is None for function in functions):
+            lines.append(r"""ANY: /([^"'()]|"(\\.|[^"\\])*"|'(\\.|[^'\\])*')*/""")
+        return "\n".join(lines)
+
+    def _around(self, calls: str, literal: Literal) -> str:
+        return f'"[" {calls} "]"'
+
+
+class LfmParser(PythonicParser):
+    """Parses answers of LFM2."""
+
+    def _run(self) -> Steps:
+        begin, end = LfmFormat.marks
+        while (yield from self._scan((begin,), self._content)):
+            if (yield from self._peek()) != "[":
+                self._content(begin)
+            elif (yield from self._list()):
+                yield from self._scan((end,), lambda text: None)
+
+
+class LfmFormat(PythonicFormat):
+    """LFM2: a list of calls between marks, then text for the user."""
+
+    name = "lfm2"
+    parser_class = LfmParser
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+    trigger, bare = marks[0], False
+    markers = (*marks, "<think>", "</think>")
+    template_signs = ("<|tool_list_start|>", marks[0])
+    architectures = ("lfm2",)
+
+    def _around(self, calls: str, literal: Literal) -> str:
+        return f'begin "[" {calls} "]" {literal(self.marks[1])}'
+
+
+def _as_json(value: str) -> str:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return json.dumps(read(value), ensure_ascii=False)
+        except _ERRORS:
+            continue
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _value_rule(value: Any, schema: dict[str, Any]) -> str:
+    """The Lark text of a value: booleans as Python writes them, all else as JSON."""
+    if isinstance(value, dict) and value.get("type") == "boolean":
+        return '"True" | "False"'
+    return value_rule(value, schema, plain=False)
