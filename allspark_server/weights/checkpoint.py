@@ -426,13 +426,15 @@ def _open_gguf(path: Path) -> OpenedModel:
 
 def _quantized_source(source: Source, directory: Path) -> Source:
     """The source of a checkpoint whose config.json (or quantize_config.json, in older ones) says how it is quantized;
-    the source itself if it is not.
+    the source itself if it is not. Kimi-K2.5 says it among the fields of its text part.
     """
     from allspark_server.weights.schemes import quantized_source
 
     path = directory / "config.json"
     values = read_json(path)
-    config = values.get("quantization_config") or values.get("compression_config")
+    text = values.get("text_config")
+    config = values.get("quantization_config") or values.get("compression_config") or (
+        text.get("quantization_config") if isinstance(text, dict) else None)
     if not config and os.path.lexists(directory / "quantize_config.json"):
         path = directory / "quantize_config.json"
         config = read_json(path)

@@ -13,7 +13,7 @@ from allspark_server.weights.asgraph import from_float32
 from allspark_server.weights.checkpoint import Changed, Source
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.gpu_forms import recovered
-from allspark_server.weights.safetensors import StoredTensor
+from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
 
 
 class HeadProjections(Changed):
@@ -53,10 +53,11 @@ class HeadProjections(Changed):
             self._last = stored, self._whole(stored)
         tensor, latent = self._last[1], self.latent
         rows = latent.nope_dim + latent.value_dim
-        if tensor.data is None or tensor.shape != (self.heads * rows, latent.latent_dim):
+        shape = (self.heads * rows, latent.latent_dim)
+        if tensor.dtype not in NUMPY_TYPES or tensor.data is None or tensor.shape != shape:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"tensor {stored!r} in {tensor.file} has type {tensor.dtype} and shape {tensor.shape}: "
-                                f"expected {(self.heads * rows, latent.latent_dim)}")
+                                f"expected one of {', '.join(NUMPY_TYPES)} and {shape}")
         heads = tensor.data.reshape(self.heads, rows, latent.latent_dim)
         keys, values = np.split(heads, [latent.nope_dim], axis=1)
         data = keys.transpose(0, 2, 1) if name.endswith(".keys") else values

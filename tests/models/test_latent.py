@@ -29,6 +29,7 @@ from support.checkpoints import (
     reference_logits,
 )
 from support.driver import Driver, together
+from support.quantized_checkpoints import assert_equal, recovered, scheme_pair
 
 RANKS = (1, 2, 3, 4)
 
@@ -128,6 +129,36 @@ def test_the_text_of_kimi(tmp_path):
     prompt = prompt_of(129)
     with Driver(tmp_path, 1) as driver:
         check_logits(driver.generate(prompt, 1)[1][0], reference_logits(source, prompt))
+
+
+@pytest.mark.parametrize("name", ["fp8-deepseek-v3", "ct-packed-4-kimi"])
+def test_checkpoints_as_they_are_published(name, tmp_path):
+    """DeepSeek-V3's FP8 blocks (kv_b_proj too), and Kimi-K2.5's experts in int4 with the settings in text_config: the
+    weights as their producer recovers them. The rest is in tests/weights.
+    """
+    quantized, twin = scheme_pair(tmp_path, name)
+    if "kimi" in name:
+        path, prefix = quantized / "config.json", "language_model."
+        (quantized / "config.json").write_text(json.dumps({
+            "architectures": ["KimiK25ForConditionalGeneration"], "text_config": json.loads(path.read_text())}))
+        tensors = {prefix + key: value for key, value in load_file(quantized / "model.safetensors").items()}
+        save_file(tensors, quantized / "model.safetensors")
+    expected, _ = recovered(twin, 1, weight_dtype="float32")
+    found, info = recovered(quantized, 2)
+    assert_equal(found, expected)
+    assert info.weight_dtype == ("e4m3" if "fp8" in name else "int4")
+
+
+def test_a_quantized_kv_b_proj_of_another_shape_is_refused(tmp_path):
+    quantized, _ = scheme_pair(tmp_path, "fp8-deepseek-v3")
+    file, name = quantized / "model.safetensors", "model.layers.1.self_attn.kv_b_proj.weight"
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name][:-128].contiguous()}, file)
+    with pytest.raises(AllSparkError, match=rf"tensor '{name}' .* shape \[264, 144\]: expected \[392, 144\]"):
+        Driver(quantized, 1)
+    save_file({key: value for key, value in tensors.items() if key != f"{name}_scale_inv"}, file)
+    with pytest.raises(AllSparkError, match=rf"tensor '{name}' .* has type F8_E4M3"):
+        Driver(quantized, 1)
 
 
 def test_a_quantized_latent_cache_is_refused():

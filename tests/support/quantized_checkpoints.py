@@ -5,6 +5,7 @@ twin: the same network with the recovered weights in float32.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
+from allspark_server.weights.asgraph import from_float32, to_float32
 from support.checkpoints import Spec, _rope, _sizes, write_checkpoint
 from support.driver import Driver
 
@@ -82,7 +84,7 @@ def awq(group: int):
 
 
 def compressed(form: str, bits: int, strategy: str, group: int | None = None, *, points=False, activations=None,
-               order=False, block=None):
+               order=False, block=None, ignore=(), scale_type="F16"):
     def make(n: int, k: int, rng, salt: int) -> Made:
         size = group or k
         groups = -(-k // size)
@@ -93,8 +95,12 @@ def compressed(form: str, bits: int, strategy: str, group: int | None = None, *,
         quants = _quants(rng, (n, k), bits)
         scales = _scales(rng, (n, groups), bits, k, np.float32)
         zeros = _points(rng, (n, groups), bits) if points else np.full((n, groups), 1 << (bits - 1), np.uint8)
-        scales = scales.astype(np.float16)
-        tensors = {".weight_scale": scales}
+        if scale_type == "BF16":
+            halves = (scales.view(np.uint32) >> 16).astype(np.uint16)
+            scales, tensors = (halves.astype(np.uint32) << 16).view(np.float32), {".weight_scale": ("BF16", halves)}
+        else:
+            scales = scales.astype(np.float16)
+            tensors = {".weight_scale": scales}
         if form == "int-quantized":
             tensors[MODULE] = (quants ^ 0x80).view(np.int8)
             if points:
@@ -114,7 +120,7 @@ def compressed(form: str, bits: int, strategy: str, group: int | None = None, *,
                "actorder": "group" if order else None, "block_structure": block}
     return make, {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
                   "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights,
-                                                "input_activations": activations}}, "ignore": ["lm_head"]}
+                                                "input_activations": activations}}, "ignore": ["lm_head", *ignore]}
 
 
 def e4m3_values() -> np.ndarray:
@@ -207,6 +213,13 @@ GLM = Spec("glm4_moe", _sizes(160, 8, 4, 192, head_dim=32, moe_intermediate_size
                               num_experts_per_tok=3, use_qk_norm=True, num_nextn_predict_layers=0))
 MINIMAX = Spec("minimax_m2", _sizes(160, 8, 4, 256, 2, head_dim=32, num_local_experts=6, num_experts_per_tok=2,
                                     rotary_dim=16))
+DEEPSEEK = Spec("deepseek_v3", _sizes(160, 7, 7, 192, 3, moe_intermediate_size=256, n_routed_experts=8, n_group=4,
+                                      topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1, n_shared_experts=1,
+                                      q_lora_rank=136, kv_lora_rank=144, qk_nope_head_dim=24, v_head_dim=32, head_dim=8,
+                                      qk_rope_head_dim=8, pad_token_id=0) | _rope("default", 1e4))
+# What Kimi-K2-Thinking leaves in bfloat16: all but the routed experts.
+KIMI_IGNORES = ("re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+                r"re:.*mlp\.gate\..*")
 W8A8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 SCHEMES = {
     "gptq-4": (SPEC, gptq(4, 32)),
@@ -228,6 +241,10 @@ SCHEMES = {
     "fp8": (SPEC, float8_blocks(128, 128)),
     "fp8-glm4-moe": (GLM, float8_blocks(128, 128)),
     "fp8-minimax-m2": (MINIMAX, float8_blocks(128, 128)),
+    "fp8-deepseek-v3": (DEEPSEEK, float8_blocks(128, 128)),
+    "ct-packed-4-kimi": (DEEPSEEK, compressed("pack-quantized", 4, "group", 32, ignore=KIMI_IGNORES,
+                                              scale_type="BF16")),
+    "ct-packed-4-latent": (DEEPSEEK, compressed("pack-quantized", 4, "group", 24)),
     "mxfp4": (SPEC, float4("mxfp4-pack-quantized", 32)),
     "nvfp4": (SPEC, float4("nvfp4-pack-quantized", 16)),
     "nf4": (BLOCKS, nf4(64, False)),
@@ -256,8 +273,9 @@ def write_pair(directory: Path, spec: Spec, make: Callable, config: dict, seed: 
     twin = write_checkpoint(directory / "twin", spec, seed=seed)
     plain = safetensors.numpy.load_file(twin / "model.safetensors")
     quantized, rng = {}, np.random.default_rng(seed)
+    ignored = [pattern.removeprefix("re:") for pattern in config.get("ignore", ()) if pattern.startswith("re:")]
     for name, values in list(plain.items()):
-        if values.ndim != 2 or ".layers." not in name:
+        if values.ndim != 2 or ".layers." not in name or any(re.match(pattern, name) for pattern in ignored):
             quantized[name] = values
             continue
         module = name.removesuffix(MODULE)
@@ -265,6 +283,8 @@ def write_pair(directory: Path, spec: Spec, make: Callable, config: dict, seed: 
         place = inputs.get(module.rsplit(".", 1)[1].removesuffix("_proj"), module)
         salt = sum(map(ord, module.rsplit(".", 2)[0] + place))
         tensors, plain[name] = make(*values.shape, rng, salt)
+        if module.endswith(".kv_b_proj"):   # which is dequantized
+            plain[name] = to_float32(from_float32(np.ascontiguousarray(plain[name], np.float32), "BF16"), "BF16")
         quantized |= {module + suffix: value for suffix, value in tensors.items()}
     plain = {name: np.ascontiguousarray(values, np.float32) for name, values in plain.items()}
     safetensors.numpy.save_file(plain, twin / "model.safetensors", {"format": "pt"})
