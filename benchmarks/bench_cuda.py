@@ -2,10 +2,14 @@
 and the fraction of the roofline.
 
 `python bench_cuda.py [7b|0.5b|30b-a3b|gpt-oss-20b|gpt-oss-120b] [ranks=2] [decode=1,8,32] [prefill=1x1024]
-[context=8000x1] [mixed=204+1702,0+1906] [format=int4:64] [cache=bfloat16] [threads=1] [warm=1]`
+[context=8000x1] [draft=3x8000x1] [short=32x8000x1] [short_chunks=fastest|decode|prefill] [mixed=204+1702,0+1906]
+[format=int4:64] [cache=bfloat16] [threads=1] [warm=1]`
 
 `mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
 such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load.
+
+`draft=DxCxB` verifies D drafts for each of B requests at a context of C, `short=RxCxB` computes a prompt's last R rows
+behind C cached ones. `short_chunks` says which kernel attends for either.
 
 `format=float8:128` is as FP8 checkpoints in blocks have it: embedding and head are bfloat16. `format=mxfp4` is for
 experts; all else is bfloat16 then. gpt-oss' sinks, windows and biases are left out.
@@ -27,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from allspark_server import _cuda, _native
-from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 
 SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
     "7b": (3584, 28, 28, 4, 128, 18944, 152064),
@@ -64,7 +68,7 @@ def window_of(rank: int, ranks: int, path: str):
 
 class Model:
     def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, rank: int, ranks: int, path: str,
-                 form: str, cache: str):
+                 form: str, cache: str, max_outputs: int, short_chunks: str):
         """form: of weights, with a group size behind a colon."""
         self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
         self.ranks, whole = ranks, vocab
@@ -157,10 +161,11 @@ class Model:
         began = time.perf_counter()
         self.spans = -(-max_length // SPAN)
         if window:
-            own = e.share(max_rows, max_slots)
+            own = e.share(max_rows, max_outputs)
             all_ranks = window.broadcast(b"".join(window.gather(own) or []))
             e.connect([all_ranks[r * len(own):(r + 1) * len(own)] for r in range(ranks)])
-        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots)
+        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_outputs,
+                   short_chunks=short_chunks)
         self.matrices = ranks * hidden * ((2 * heads + 2 * kv) * dim + 3 * inner * max(top, 1))
 
         def bytes_of(*shapes) -> float:
@@ -198,10 +203,23 @@ class Model:
     def free(self, slots: int):
         self.e.step(StepPlan(free=list(range(slots))).encode())
 
-    def decode(self, batch: int, context: int = 128, steps: int = 60) -> float:
-        """Median seconds of a step."""
+    def short(self, batch: int, context: int, rows: int, times: int = 12) -> float:
+        """Median seconds of a step of the last rows of prompts whose other rows are cached."""
+        context, seconds = context // SPAN * SPAN, []
+        for _ in range(times):
+            plan = self.start(batch, context + rows, context)
+            began = time.perf_counter()
+            self.e.step(plan)
+            seconds.append(time.perf_counter() - began)
+            self.free(batch)
+        return float(np.median(seconds[4:]))
+
+    def decode(self, batch: int, context: int = 128, drafts: int = 0, steps: int = 60) -> float:
+        """Median seconds of a step, which verifies that many drafts of each request; most are rejected."""
         self.e.step(self.start(batch, context + 1, context // SPAN * SPAN))
-        plan, seconds = StepPlan(work=[WorkItem(s, 1, SAMPLE) for s in range(batch)]).encode(), []
+        flags = SAMPLE | Flag.GIVEN if drafts else SAMPLE
+        work, seconds = [WorkItem(s, 1, flags, known=[1] * drafts, drafts=drafts) for s in range(batch)], []
+        plan = StepPlan(work=work).encode()
         for _ in range(steps):
             began = time.perf_counter()
             self.e.step(plan)
@@ -268,24 +286,28 @@ def main(arguments: list[str]) -> None:
     asked = dict(a.split("=") for a in arguments if "=" in a)
     decode = [int(b) for b in asked.get("decode", "1,8,32").split(",") if b]
     contexts = [tuple(map(int, c.split("x"))) for c in asked.get("context", "").split(",") if c]
-    prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
+    prefill, drafts, shorts = ([tuple(map(int, c.split("x"))) for c in asked.get(key, "").split(",") if c]
+                               for key in ("prefill", "draft", "short"))
     mixed = [tuple(map(int, c.split("+"))) for c in asked.get("mixed", "").split(",") if c]
     chunk = int(asked.get("chunk", 8192))
-    length = max([512, *(c for c, _ in contexts), *(n for _, n in prefill), *(640 for _ in mixed)]) + 128
-    slots = max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill),
+    length = max([512, *(c for c, _ in contexts), *(n for _, n in prefill), *(640 for _ in mixed),
+                  *(c + 60 * d for d, c, _ in drafts), *(r + c for r, c, _ in shorts)]) + 128
+    slots = max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill), *(b for *_, b in drafts + shorts),
                  *(batch + -(-rows // 512) for batch, rows in mixed)])
+    outputs = max([slots, *((1 + d) * b for d, _, b in drafts)])
     ranks, rank = int(asked.get("ranks", 1)), int(asked.get("rank", 0))
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         path = asked.get("window", file.name)
 
         def compute(rank: int) -> None:
             model = Model(name, chunk, slots, length, rank, ranks, path, asked.get("format", "bfloat16"),
-                          asked.get("cache", "bfloat16"))
+                          asked.get("cache", "bfloat16"), outputs, asked.get("short_chunks", "fastest"))
             show = print if rank == 0 else lambda *_, **__: None
             if "warm" in asked:
                 show(model.warm_up(), flush=True)
             run(model, decode, contexts, prefill, chunk, show)
             run_mixed(model, mixed, show)
+            run_short(model, drafts, shorts, show)
             if model.window:
                 model.window.close()
 
@@ -315,6 +337,19 @@ def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: i
             + 2.0 * batch * layers * heads * dim * tokens * tokens
         print(f"prefill {batch} x {tokens}: {1e3 * seconds:.1f} ms, {batch * tokens / seconds:,.0f} tokens/s, "
               f"{work / rate / seconds:.2f} of {rate / 1e12:.0f} TFLOP/s", flush=True)
+
+
+def run_short(model: Model, drafts: list, shorts: list, print) -> None:
+    plain = {}
+    for count, context, batch in drafts:
+        if (context, batch) not in plain:
+            plain[context, batch] = model.decode(batch, context)
+        seconds, one = model.decode(batch, context, count), plain[context, batch]
+        print(f"draft of {count} x {batch} at {context}: {1e3 * seconds:.3f} ms, {seconds / one:.2f} of a plain step's "
+              f"{1e3 * one:.3f} ms", flush=True)
+    for rows, context, batch in shorts:
+        print(f"last {rows} x {batch} rows behind {context}: {1e3 * model.short(batch, context, rows):.3f} ms",
+              flush=True)
 
 
 def run_mixed(model: Model, mixed: list, print) -> None:

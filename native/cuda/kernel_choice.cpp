@@ -180,7 +180,7 @@ bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down) {
   return is_hopper(chip) && fits(up) && fits(down);
 }
 
-AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, int group, bool biased) {
+AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool biased) {
   const bool has_mma = type != CacheType::f32 && (dim == 64 || (dim == 80 && type == CacheType::dtype16) || dim == 96 ||
                                                   dim == 128 || (dim == 256 && kPrefillShared256 <= chip.shared_bytes));
   const bool has_wgmma = is_hopper(chip) && type == CacheType::dtype16 && (dim == 64 || dim == 128) && !biased;
@@ -188,7 +188,7 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, int 
   choice.prefill = has_wgmma ? AttentionAlgo::wgmma : has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;
   const bool decodes = has_mma && decode_fits(type, dim, 0, chip.shared_bytes);
   choice.decode = decodes ? AttentionAlgo::mma : AttentionAlgo::simt;
-  choice.stores = has_mma && decode_fits(type, dim, kDecodePairs / group, chip.shared_bytes);
+  choice.stores = has_mma && decode_fits(type, dim, kOwnRows, chip.shared_bytes);
   return choice;
 }
 
@@ -216,7 +216,7 @@ AttentionChoice KernelTable::attention(const LayerCache& cache, int group, bool 
                             ", " + std::to_string(group) + " to a KV head" + (biased ? ", biased" : "");
   for (const auto& [other, choice] : attentions_)
     if (other == shape) return choice;
-  const AttentionChoice choice = choose_attention(chip, cache.type, cache.head_dim, group, biased);
+  const AttentionChoice choice = choose_attention(chip, cache.type, cache.head_dim, biased);
   attentions_.emplace_back(shape, choice);
   return choice;
 }

@@ -45,8 +45,8 @@ ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int ex
 // Whether a layer's two matrices have special kernels for a step of one row.
 bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down);
 
-// biased: with ALiBi slopes or sinks. group: query heads per KV head.
-AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, int group, bool biased);
+// biased: with ALiBi slopes or sinks.
+AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, bool biased);
 
 // Choices by number of rows. Each range ends at `last` (INT_MAX: no limit).
 template <typename Choice>

@@ -111,6 +111,13 @@ CacheType cache_type_of(const std::string& name) {
                               " are not available on CUDA yet: float32, bfloat16, float16, int8, uint4 and float8 are");
 }
 
+ShortChunks short_chunks_of(const std::string& name) {
+  if (name == "fastest") return ShortChunks::fastest;
+  if (name == "decode") return ShortChunks::decode;
+  if (name == "prefill") return ShortChunks::prefill;
+  throw std::invalid_argument("short_chunks must be fastest, decode or prefill, got " + name);
+}
+
 py::list to_list(const std::vector<KernelTable::Row>& rows) {
   py::list all;
   for (const KernelTable::Row& row : rows)
@@ -437,7 +444,7 @@ PYBIND11_MODULE(_cuda, m) {
       [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler) {
         return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler)), WithoutGil{});
       },
-      py::arg("sampler"), "An executor of another model on the same GPU; the two run in turn.");
+      py::arg("sampler"), "An executor of another, whole model on the same GPU; the two run in turn.");
   bind_kernel_choice(m);
   bind_adapters(m);
   bind_model<CudaExecutor>(executor);
@@ -463,21 +470,25 @@ PYBIND11_MODULE(_cuda, m) {
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
-             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft, size_t partial_bytes) {
+             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft, size_t partial_bytes,
+             const std::string& short_chunks) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_type_of(dtype), dtype16_of(dtype), graphs, partial_bytes},
+                        cache_type_of(dtype), dtype16_of(dtype), graphs, partial_bytes, short_chunks_of(short_chunks)},
                        masks, {adapters, adapter_rank, is_dtype16(adapter_dtype), dtype16_of(adapter_dtype)},
                        std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
-          py::arg("draft") = nullptr, py::arg("partial_bytes") = kPartialBytes,
+          py::arg("draft") = nullptr, py::arg("partial_bytes") = kPartialBytes, py::arg("short_chunks") = "fastest",
           "Compiles the program; then steps can run. graphs: replay decode steps as CUDA graphs; the bits "
           "are the same. adapters, adapter_rank, adapter_dtype: number, largest rank and type of adapters, "
           "if the program has ops for them. draft: a draft model's executor, made by beside() and allocated with the "
-          "same spans. partial_bytes: most memory for attention's partial results, smaller in tests.")
+          "same spans. partial_bytes: most memory for attention's partial results, smaller in tests. short_chunks: "
+          "'fastest', or, for tests and benchmarks, the kernel that attends for chunks of a few dozen rows: 'decode' "
+          "or "
+          "'prefill'.")
       .def(
           "allocate_host_cache",
           [](CudaExecutor& e, int spans) {

@@ -94,8 +94,8 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   const bool heads = !forms_[0].heads_from || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
-  const bool graph = limits_.graphs && heads && decodes(batch);
-  const int padded = graph ? padded_rows((int)batch.rows.size(), limits_.most_decode_rows()) : 0;
+  const int padded =
+      limits_.graphs && heads && pads(batch) ? padded_rows((int)batch.rows.size(), limits_.most_padded_rows()) : 0;
   const Size size = workspace_.data->copy(batch, padded, states_ ? &states_->positions() : nullptr, device_);
   begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
   if (padded && !size.prefill_tiles && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
@@ -160,10 +160,15 @@ RunOutput CudaRunner::finish(const Batch& batch) {
   return output;
 }
 
-// Whether every row is the only one of its sequence, and has an output.
-bool CudaRunner::decodes(const Batch& batch) const {
-  return batch.rows.size() == batch.items.size() && batch.outputs.size() == batch.rows.size() &&
-         std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return !(item.flags & kHidden); });
+// Whether a step is padded, so that a graph may serve it: each sequence has few rows, and nearly all rows have outputs,
+// or the head's weights take longer than its rows. All ranks decide alike.
+bool CudaRunner::pads(const Batch& batch) const {
+  constexpr size_t kFewRows = 64;
+  const size_t rows = batch.rows.size();
+  if ((int)rows > limits_.most_padded_rows() || (rows > kFewRows && rows != batch.outputs.size())) return false;
+  return std::all_of(batch.items.begin(), batch.items.end(), [&](const Item& item) {
+    return item.count <= (states_ ? kShortRows : kOwnRows) && !(item.flags & kHidden);
+  });
 }
 
 // Decides who samples each output.

@@ -67,7 +67,7 @@ class CudaRunner : public QueuedRunner {
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads, bool timed = false);
   void add_times(const Batch& batch);
-  bool decodes(const Batch& batch) const;
+  bool pads(const Batch& batch) const;
   void assign_samples(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
 

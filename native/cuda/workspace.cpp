@@ -70,8 +70,9 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   allocate_cache();
   allocate_states();
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
-               (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group, max_kv_splits_,
-               program.windows(), limits.num_spans, !state_pages.empty());
+               (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size,
+               TileLimits{group, kv_heads, device.sm_count(), max_kv_splits_, limits.short_chunks}, program.windows(),
+               limits.num_spans, !state_pages.empty());
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
 }
@@ -208,7 +209,7 @@ void Workspace::allocate_cache() {
   // One extra span of zeros replaces the spans that a sliding window has left. Its positions have weight zero.
   const size_t spans = limits.num_spans + (size_t)1;
   size_t bytes = 0, partial = 0;
-  int attentions = 0, max_heads = 0;
+  int attentions = 0;
   for (const OpNode& op : program.ops()) {
     if (!op.is(Op::span_attention)) continue;
     LayerCache layer{nullptr, limits.cache_type, limits.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
@@ -224,7 +225,7 @@ void Workspace::allocate_cache() {
                                   " is of another size in another cache group");
     if (fresh) bytes += layer.span_bytes() * spans;
     partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
-    max_heads = std::max(max_heads, layer.kv_heads);
+    kv_heads = std::max(kv_heads, layer.kv_heads);
   }
   cache = Memory(bytes, "the KV cache", Memory::Where::lent);
   char* next = cache.as();
@@ -235,10 +236,10 @@ void Workspace::allocate_cache() {
     layer.data = next, next += layer.span_bytes() * spans;
     layers.push_back(layer);
   }
-  const int few = std::min(limits.max_rows, limits.max_slots);  // decode tiles of a step: at most one per sequence
-  max_kv_splits_ = most_kv_splits(few, limits.max_length, partial * sizeof(float), limits.partial_bytes);
+  max_kv_splits_ = most_kv_splits(std::min(limits.max_rows, limits.max_slots), limits.max_length,
+                                  partial * sizeof(float), limits.partial_bytes);
   partials = Memory(partial * max_kv_splits_ * sizeof(float), "partial results of attention", Memory::Where::lent);
-  arrivals = Memory(few * max_heads * sizeof(int), "partial results of attention");
+  arrivals = Memory((size_t)limits.max_rows * kv_heads * sizeof(int), "partial results of attention");
 }
 
 void Workspace::allocate_states() {

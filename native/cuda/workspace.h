@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "batch/state_positions.h"
 #include "cuda/kernel_choice.h"
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/moe/moe.h"
@@ -23,8 +24,10 @@ struct Limits {
   DType16 cache_dtype = DType16::bf16;   // of a 16-bit cache
   bool graphs = true;                    // replay decode steps as CUDA graphs; the bits are the same
   size_t partial_bytes = kPartialBytes;  // most memory for attention's partial results
+  ShortChunks short_chunks = ShortChunks::fastest;
 
-  int most_decode_rows() const { return std::min({max_rows, max_outputs, max_slots}); }  // of a step that decodes
+  // Of a step that is padded: a row of each sequence, and drafts.
+  int most_padded_rows() const { return std::min({max_rows, max_outputs, max_slots + kMostDrafts}); }
 };
 
 constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row
@@ -89,7 +92,7 @@ class Workspace {
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;
   std::vector<StatePages> state_pages;    // of the ops with a state, in their order
-  int group = 1;                          // query heads per KV head
+  int group = 1, kv_heads = 1;            // query heads per KV head; most KV heads of a layer
   std::map<int, ExpertRows> expert_rows;  // by row set
   KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number

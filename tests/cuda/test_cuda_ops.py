@@ -291,6 +291,28 @@ def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
         assert found == expected
 
 
+@pytest.mark.parametrize("group, dim, cache", [
+    (7, 128, "bfloat16"), (1, 80, "bfloat16"), (2, 64, "float16"), (3, 96, "bfloat16"), (4, 256, "bfloat16"),
+    (9, 64, "float16"), (16, 128, "bfloat16"), (20, 64, "bfloat16"), (7, 64, "float32"), (7, 128, "int8"),
+    (3, 96, "uint4"), (5, 64, "float8")])
+def test_short_chunks_attend_alike_in_tiles_of_both_kinds(group, dim, cache):
+    """Chunks of up to 64 rows behind contexts of several KV splits: decode tiles cut them, and graphs have the steps of
+    few rows; prefill tiles take them whole. Windows are narrower than a chunk.
+    """
+    own, rng = Toy(SEED), np.random.default_rng(SEED)
+    kv = 1 + group % 2
+    x = embedded(own, (group + 2) * kv * dim)
+    own.rotary(dim)
+    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
+    own.finish(own.attention(x, group * kv, kv, dim, **({"window": 11} if group == 3 else {})))
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1100, 1, 530, 257, 64, int(rng.integers(2, 300)))]
+    expected = logits_of_rows(compiled(own, cache, long=True, outputs=2048), prompts, lambda: 1100)
+    for kind, rows in [("decode", 3), ("decode", 11), ("decode", 16), ("decode", 17), ("decode", 64), ("prefill", 11),
+                       ("fastest", 7), ("fastest", 40)]:
+        gpu = compiled(own, cache, long=True, outputs=2048, short_chunks=kind)
+        assert logits_of_rows(gpu, prompts, lambda rows=rows: rows) == expected, (kind, rows)
+
+
 @pytest.mark.parametrize("group, cache", [(7, "bfloat16"), (7, "int8"), (7, "float32"), (20, "bfloat16")])
 def test_steps_of_single_rows_that_decode_tiles_cannot_hold(group, cache):
     """There are too many KV splits for the memory of partial results, or too many query heads to a KV head. Such rows
@@ -303,8 +325,8 @@ def test_steps_of_single_rows_that_decode_tiles_cannot_hold(group, cache):
     own.finish(own.attention(x, group * kv, kv, dim))
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1000, 990, 1003, 960)]  # 4 KV splits each, at most 12
     expected = logits_of_rows(compiled(own, cache, long=True, outputs=2048, slots=4), prompts, lambda: 500)
-    for rows in (1, 2):
-        gpu = compiled(own, cache, long=True, outputs=2048, slots=4, partial_bytes=0)
+    for rows in (1, 2, 9):
+        gpu = compiled(own, cache, long=True, outputs=2048, slots=4, partial_bytes=0, short_chunks="decode")
         assert logits_of_rows(gpu, prompts, lambda: rows) == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reference.plan import SAMPLE
+from reference.plan import GIVEN, SAMPLE
 from reference.toy import item, plan, start
 from support.gpu_toys import SEED, VOCAB, compiled, small_model, tokens_of, warmed
 
@@ -24,6 +24,7 @@ def test_the_bits_of_requests_without_a_warm_up(own, cache, sampling):
         expected = tokens_of(compiled(own(), cache, **more), prompts, **sampling)
         assert tokens_of(warmed(compiled(own(), cache, **more)), prompts, **sampling) == expected
         assert tokens_of(warmed(compiled(own(), cache, **more), 100), prompts, chunk=7, **sampling) == expected
+        assert tokens_of(warmed(compiled(own(), cache, **more)), prompts, GIVEN, drafts=3, **sampling) == expected
 
 
 def test_long_contexts_after_a_warm_up():

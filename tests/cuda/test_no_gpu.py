@@ -233,6 +233,7 @@ def test_memory_for_partial_results_is_bounded():
     split = 4 * cuda.partial_bytes(128)
     assert cuda.most_kv_splits(256, 4096, split) == 256 * 16  # every sequence may have its full length
     assert (1 << 30) - split < cuda.most_kv_splits(256, 131_072, split) * split <= 1 << 30  # it would take 4 GiB
+    assert cuda.most_kv_splits(1, 4096, split) == 8 * 16  # rows with drafts have several tiles
     assert cuda.most_kv_splits(4, 1 << 20, 1 << 30) == 4 + (1 << 12)  # one of full length, beside short ones
 
 

@@ -35,7 +35,7 @@ int bind_span_attention(Binding& b, size_t i) {
     if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.decode_tiles * a.cache.kv_heads, 1);
     const int sharers = size.kv_splits > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
-    if (kernels.stores && size.decode_tiles && !size.prefill_tiles)
+    if (kernels.stores && size.stores && size.decode_tiles && !size.prefill_tiles)
       return store_and_attend(whole, rotates, data->decode_tiles(), size.decode_tiles, sharers, queue);
     if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
     const bool rotates_queries = rotates && !size.decode_tiles && attend_prefill_ropes(a, kernels.prefill, *rotates);

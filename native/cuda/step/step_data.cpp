@@ -10,6 +10,14 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int), kItemInts = si
                  kChunkInts = sizeof(StateChunk) / sizeof(int);
 static_assert(kChunkRows == kStateStep && kMostDrafts <= kChunkRows);
 
+constexpr int kMostCutRows = 64;  // of an item that several decode tiles compute
+// Estimated times, in those that a prefill tile takes for a block of 64 positions.
+constexpr int kBlockTokens = 64;
+constexpr double kDecodeBlock = 0.6, kDecodeSplit = 0.6;  // of a decode tile, for a block and for a KV split
+constexpr double kPrefillExtra = 12;                      // of a step with prefill tiles, which no graph has
+
+int splits_of(int positions) { return (positions + kKvSplitTokens - 1) / kKvSplitTokens; }
+
 }  // namespace
 
 int padded_rows(int rows, int most) {
@@ -20,24 +28,23 @@ int padded_rows(int rows, int most) {
 
 bool StepData::Size::operator<(const Size& other) const {
   const auto all = [](const Size& s) {
-    return std::tie(s.rows, s.outputs, s.decode_tiles, s.prefill_tiles, s.kv_splits, s.adapted, s.short_items,
+    return std::tie(s.rows, s.outputs, s.decode_tiles, s.prefill_tiles, s.kv_splits, s.stores, s.adapted, s.short_items,
                     s.long_items, s.chunks);
   };
   return all(*this) < all(other);
 }
 
-StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
-                   int max_splits, std::vector<int> windows, int no_span, bool has_states)
+StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, const TileLimits& tiles,
+                   std::vector<int> windows, int no_span, bool has_states)
     : span_size_(span_size),
-      group_(group),
       groups_((int)windows.size()),
       max_spans_(max_spans),
-      max_splits_(max_splits),
       no_span_(no_span),
+      limits_(tiles),
       windows_(std::move(windows)),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
       table_(whole_pitches((size_t)max_slots * max_spans)) {
-  const size_t rows = max_rows, max_tiles = rows * group / kPrefillPairs + max_slots;
+  const size_t rows = max_rows, max_tiles = rows * tiles.group / kPrefillPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
@@ -50,16 +57,53 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   device_memory_ = Memory(all_ * sizeof(int), "rows of a step");
 }
 
+void StepData::choose_tiles(const Batch& batch) {
+  const int tile_rows = kDecodePairs / limits_.group;
+  decoded_.assign(batch.items.size(), false);
+  if (!tile_rows) return;
+  const bool cuts = cuts_chunks(batch);
+  int kv_splits = 0;
+  for (size_t i = 0; i < batch.items.size(); i++) {
+    const Item& item = batch.items[i];
+    int splits = 0;  // of the item's tiles
+    if (item.count <= tile_rows || (cuts && item.count <= kMostCutRows))
+      for (int row = 0; row < item.count; row += tile_rows)
+        splits += splits_of(item.start + std::min(row + tile_rows, item.count));
+    decoded_[i] = splits && kv_splits + splits <= limits_.max_splits;
+    if (decoded_[i]) kv_splits += splits;
+  }
+}
+
+// Whether decode tiles are expected to compute chunks of a few rows in less time. They share each context out over all
+// SMs, but read it once for every few rows. A prefill tile walks through the context on one SM.
+bool StepData::cuts_chunks(const Batch& batch) const {
+  if (limits_.short_chunks != ShortChunks::fastest) return limits_.short_chunks == ShortChunks::decode;
+  const int tile_rows = kDecodePairs / limits_.group;
+  const double each = (double)limits_.kv_heads / limits_.sms;  // time of all SMs that a tile and KV head takes
+  double decode = 0, prefill = 0, longest = 0;
+  for (const Item& item : batch.items) {
+    if (item.count <= tile_rows || item.count > kMostCutRows) continue;
+    const int end = item.start + item.count, blocks = (end + kBlockTokens - 1) / kBlockTokens;
+    const int tiles = (item.count + tile_rows - 1) / tile_rows,
+              wide = (item.count * limits_.group + kPrefillPairs - 1) / kPrefillPairs;
+    decode += tiles * each * (kDecodeBlock * blocks + kDecodeSplit * splits_of(end));
+    prefill += wide * each * blocks, longest = std::max(longest, (double)blocks);
+  }
+  return decode <= std::max(prefill, longest) + kPrefillExtra;
+}
+
 StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositions* states, const Device& device) {
   turn_ = 1 - turn_;
+  choose_tiles(batch);
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int used = 0, kv_splits = 0;  // entries used of each group's table; of decode tiles
   *host(step_) = (int)steps_++;
   AttentionTile *decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
                 *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
-  for (const Item& item : batch.items) {
+  for (size_t i = 0; i < batch.items.size(); i++) {
+    const Item& item = batch.items[i];
     const Slot& slot = batch.slot(item.slot);
-    const int spans = (item.start + item.count + span_size_ - 1) / span_size_, pairs = item.count * group_;
+    const int spans = (item.start + item.count + span_size_ - 1) / span_size_;
     for (int g = 0; g < groups_; g++) {
       int* table = host(tables_) + g * table_ + used;
       const int behind = windows_[g] ? std::max(0, item.start + 1 - windows_[g]) / span_size_ : 0;
@@ -67,14 +111,18 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
       std::copy(slot.spans[g].begin() + behind, slot.spans[g].begin() + spans, table + behind);
     }
     size.adapted |= item.adapter >= 0;
-    AttentionTile tile{item.row, item.count, item.start, used, 0};
-    const int own_splits = (item.start + item.count + kKvSplitTokens - 1) / kKvSplitTokens;
-    if (pairs <= kDecodePairs && kv_splits + own_splits <= max_splits_) {
-      tile.first = kv_splits, kv_splits += own_splits;
-      decode[size.decode_tiles++] = tile;
-      if (own_splits > 1) size.kv_splits = 2;
+    if (decoded_[i]) {
+      const int tile_rows = kDecodePairs / limits_.group;
+      for (int row = 0; row < item.count; row += tile_rows) {
+        const int rows = std::min(tile_rows, item.count - row), splits = splits_of(item.start + row + rows);
+        decode[size.decode_tiles++] = {item.row + row, rows, item.start + row, used, kv_splits, row};
+        kv_splits += splits;
+        if (splits > 1) size.kv_splits = 2;
+      }
+      size.stores &= item.count <= kOwnRows;
     } else {
-      for (; tile.first < pairs; tile.first += kPrefillPairs) prefill[size.prefill_tiles++] = tile;
+      AttentionTile tile{item.row, item.count, item.start, used, 0, 0};
+      for (; tile.first < item.count * limits_.group; tile.first += kPrefillPairs) prefill[size.prefill_tiles++] = tile;
     }
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
@@ -87,13 +135,15 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
     used += spans;
   }
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
-  for (int r = size.rows; r < padded; r++) {
-    idle_row(r, 0);
-    host(chosen_)[r] = 0;
-    if (!size.prefill_tiles) decode[r] = {0, 0, 0, 0, 0};
+  if (padded) {
+    for (int r = size.rows; r < padded; r++) idle_row(r, 0);
+    std::fill(host(chosen_) + size.outputs, host(chosen_) + padded, 0);
+    size.rows = size.outputs = padded;
   }
-  if (padded) size.rows = size.outputs = padded;
-  if (padded && !size.prefill_tiles) size.decode_tiles = padded;
+  if (padded && !size.prefill_tiles) {
+    std::fill(decode + size.decode_tiles, decode + padded, AttentionTile{});
+    size.decode_tiles = padded;
+  }
   if (states) add_states(batch, padded, *states, size);
   send(size, used, device);
   return size;
@@ -115,13 +165,13 @@ StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
                 *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
   size.prefill_tiles = 0;
   for (int row = 0; row < size.rows; row += longest) {
-    AttentionTile tile{row, std::min(longest, size.rows - row), 0, 0, 0};
+    AttentionTile tile{row, std::min(longest, size.rows - row), 0, 0, 0, 0};
     for (int i = 0; i < tile.count; i++) idle_row(row + i, i);
-    for (; prefills && tile.first < tile.count * group_; tile.first += kPrefillPairs)
+    for (; prefills && tile.first < tile.count * limits_.group; tile.first += kPrefillPairs)
       prefill[size.prefill_tiles++] = tile;
   }
   std::fill_n(host(chosen_), size.outputs, 0);
-  std::fill_n(decode, size.decode_tiles, AttentionTile{0, 0, 0, 0, 0});
+  std::fill_n(decode, size.decode_tiles, AttentionTile{});
   for (int g = 0; g < groups_; g++) std::fill_n(host(tables_) + g * table_, max_spans_, no_span_);
   if (chunks_ > state_items_) {  // ops have a state
     size.short_items = prefills ? 1 : size.rows;
@@ -140,7 +190,7 @@ void StepData::add_states(const Batch& batch, int padded, const StatePositions& 
   };
   for (const Item& item : batch.items)
     if (item.count <= kShortRows) items[size.short_items++] = described(item);
-  for (int r = (int)batch.rows.size(); r < padded; r++) items[size.short_items++] = {-1, 0, 0, 0, 0, 0};
+  while (size.short_items < padded) items[size.short_items++] = {-1, 0, 0, 0, 0, 0};
   for (const Item& item : batch.items) {
     if (item.count <= kShortRows) continue;
     const int index = size.short_items + size.long_items++;

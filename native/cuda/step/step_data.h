@@ -13,25 +13,33 @@ namespace as::cuda {
 // any step.
 int padded_rows(int rows, int most);
 
+// What decides the attention tiles of a step. group: query heads per KV head. kv_heads: of this rank. sms: of the GPU.
+// max_splits: KV splits of all decode tiles of a step.
+struct TileLimits {
+  int group = 1, kv_heads = 1, sms = 1, max_splits = 0;
+  ShortChunks short_chunks = ShortChunks::fastest;
+};
+
 class StepData {
  public:
-  // group: query heads per KV head. max_spans: per sequence. max_splits: KV splits of all decode tiles. windows: of
-  // each cache group; 0: full attention. no_span: replaces the spans that a sliding window has left. Other sequences
-  // may own those by now. has_states: whether ops have a state of each sequence.
-  StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group, int max_splits,
+  // max_spans: per sequence. windows: of each cache group; 0: full attention. no_span: replaces the spans that a
+  // sliding window has left. Other sequences may own those by now. has_states: whether ops have a state of each
+  // sequence.
+  StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, const TileLimits& tiles,
            std::vector<int> windows, int no_span, bool has_states);
 
   // A step's counts, which set the sizes of launches. In a padded step kernels skip the padding rows.
   struct Size {
     int rows = 0, outputs = 0, decode_tiles = 0, prefill_tiles = 0;
     int kv_splits = 1;                                // of decode tiles: 1, or 2 if some have several
+    bool stores = true;                               // whether decode kernels may store the rows
     bool adapted = false;                             // whether any row has an adapter
     int short_items = 0, long_items = 0, chunks = 0;  // of ops with a state
     bool operator<(const Size& other) const;
   };
-  // Queues the copy of a batch. padded: 0, or the number of rows to pad a decode batch to. Such a batch has prefill
-  // tiles only if the number of query heads to a KV head or of KV splits is too large for decode tiles. states: null,
-  // or the positions of the slots' states, which have begun this step.
+  // Queues the copy of a batch. padded: 0, or the number of rows and outputs to pad the batch to; then no item has more
+  // than kOwnRows rows, or kShortRows if ops have a state. Such a batch has prefill tiles only if decode tiles cannot
+  // hold it, or would take longer. states: null, or the positions of the slots' states, which have begun this step.
   Size copy(const Batch& batch, int padded, const StatePositions* states, const Device& device);
   // Queues the copy of a step of `wanted`'s size whose rows are stored nowhere and serve no request. Decode tiles are
   // empty. If there are prefill tiles, all rows have some, which attend to the span that replaces others; the returned
@@ -55,6 +63,8 @@ class StepData {
   }
 
  private:
+  void choose_tiles(const Batch& batch);
+  bool cuts_chunks(const Batch& batch) const;
   void add_states(const Batch& batch, int padded, const StatePositions& states, Size& size) const;
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
@@ -62,7 +72,8 @@ class StepData {
   void idle_row(int r, int position);
   void send(const Size& size, int used, const Device& device) const;
 
-  const int span_size_, group_, groups_, max_spans_, max_splits_, no_span_;
+  const int span_size_, groups_, max_spans_, no_span_;
+  const TileLimits limits_;
   const std::vector<int> windows_;
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
@@ -70,6 +81,7 @@ class StepData {
       chunks_, tables_, all_;        // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   int turn_ = 0;
+  std::vector<bool> decoded_;  // whether decode tiles compute an item of the batch
 };
 
 }  // namespace as::cuda

@@ -32,7 +32,7 @@ std::vector<Workspace::Size> warm_up_sizes(const Workspace& workspace, bool adap
   };
   for (int rows : kernel_borders(workspace)) in_forms({rows, std::min(rows, limits.max_outputs), 0, 1});
   in_forms({1, 1, 1, 1, workspace.max_splits > 1 ? 2 : 1});  // of both kinds of tiles
-  const int most = limits.most_decode_rows();
+  const int most = limits.most_padded_rows();
   for (int rows = 1, padded; rows <= most; rows = padded + 1) {
     padded = padded_rows(rows, most);
     for (int splits = 1; splits <= std::min(workspace.max_splits, 2); splits++)

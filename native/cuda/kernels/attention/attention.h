@@ -43,9 +43,9 @@ void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPai
 // Rows of one sequence that attend together: `count` adjacent rows of the step from `row` on, at positions from `start`
 // on, with the spans tables[table...]. A prefill tile covers the (row, query head of a KV head's group) pairs from
 // number `first` on. A decode tile covers all pairs; its `first` is the number of KV splits of the decode tiles before
-// it.
+// it, and `before` the number of the sequence's rows of the step that are in the tiles before it.
 struct AttentionTile {
-  int row, count, start, table, first;
+  int row, count, start, table, first, before;
 };
 
 // How attention is computed; cuda/kernel_choice.h chooses. mma also supports quantized caches.
@@ -54,6 +54,10 @@ struct AttentionChoice {
   AttentionAlgo decode = AttentionAlgo::simt, prefill = AttentionAlgo::simt;
   bool stores = false;  // whether store_and_attend() can be used
 };
+
+// Which tiles compute chunks of a few dozen rows, and rows with drafts: those that are faster, or, for tests, one kind
+// wherever it can. The bits are the same.
+enum class ShortChunks { fastest, decode, prefill };
 
 struct Attention {
   LayerCache cache;
@@ -76,16 +80,18 @@ struct Attention {
 constexpr int kKvSplitTokens = 256;  // tokens of a KV split; splits are merged in ascending order
 constexpr int kDecodePairs = 16;     // pairs of a decode tile, whose KV splits are distributed over CTAs
 constexpr int kPrefillPairs = 128;   // pairs of a prefill tile
+constexpr int kOwnRows = 16;         // most rows of a sequence that decode kernels store in the cache themselves
+constexpr int kFullTables = 8;       // decode tiles of a step that may have the longest context, if memory allows
 constexpr int kLargestHead = 256;
 // Floats of the partial result of one KV split, tile and KV head.
 inline size_t partial_floats(int head_dim) { return kDecodePairs * (2 + (size_t)head_dim); }
 // The most KV splits that decode tiles of a step have together. A step whose sequences have more, in which many share a
 // long prefix, computes some of them by prefill tiles. split_bytes: of a KV split's partial results, of all KV heads;
-// most_bytes: of all; at least each sequence may have one KV split, and one sequence all.
+// most_bytes: of all; at least each sequence may have one KV split, and one tile all.
 constexpr size_t kPartialBytes = 1 << 30;
 inline int most_kv_splits(int sequences, int max_length, size_t split_bytes, size_t most_bytes = kPartialBytes) {
   const size_t longest = ((size_t)max_length + kKvSplitTokens - 1) / kKvSplitTokens;
-  return (int)std::min(sequences * longest,
+  return (int)std::min(std::max(sequences, kFullTables) * longest,
                        std::max(most_bytes / std::max<size_t>(split_bytes, 1), sequences + longest));
 }
 
@@ -97,7 +103,8 @@ struct Rope {
 // Writes keys and values of rows to the cache. where: span * span_size + place in the span of each row; -1: not stored.
 // rope: null, or applied to the stored keys and, if `queries`, to the queries in place.
 void store_cache(const Attention& a, const int* where, const Rope* rope, bool queries, int rows, const Queue& queue);
-// tiles: at most kDecodePairs pairs each. sharers: CTAs that share the KV splits of a tile; 1 if no tile has several.
+// tiles: at most kDecodePairs pairs each; a sequence may have several. sharers: CTAs that share the KV splits of a
+// tile; 1 if no tile has several.
 void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
                    const Queue& queue);
 // tiles: at most kPrefillPairs pairs each. rope: null, or applied to the queries first (needs attend_prefill_ropes()).
@@ -106,7 +113,8 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
 bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope);
 // Multiplies queries at positions from `beyond` on by log(position + 1) / log(beyond).
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue);
-// store_cache() and attend_decode() in one mma kernel, for steps without prefill tiles.
+// store_cache() and attend_decode() in one mma kernel, for steps without prefill tiles and with at most kOwnRows rows
+// of a sequence.
 void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue);
 

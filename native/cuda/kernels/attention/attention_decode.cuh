@@ -48,7 +48,7 @@ __device__ inline float widened(uint32_t quants, int i, float scale, float minim
 template <int kDim, CacheType kType, bool kLean>
 class Attender {
  public:
-  // own_keys, own_values: shared memory for the tile's own rows.
+  // own_keys, own_values: shared memory for the own rows (Extent).
   __device__ Attender(const Attention& a, Shared& shared, uint16_t* queries, char* own_keys, char* own_values,
                       uint32_t ring, int stages)
       : a_(a),
@@ -62,11 +62,12 @@ class Attender {
         stages_(stages),
         factor_(score_factor(a)) {}
 
-  // Reads a tile's queries; own: also stores the rows that lie in the CTA's KV splits. rotates: with RoPE.
+  // Reads a tile's queries; own: also stores the own rows that lie in the CTA's KV splits. Tiles of a sequence store
+  // the rows that they share alike. rotates: with RoPE.
   __device__ void begin_tile(const KvSplits& splits, bool own, bool rotates, const Rope& rope) {
     const DecodeRows& rows = splits.rows();
-    const int kv_head = splits.kv_head(), start = rows.tile.start;
-    const int items = rows.count + (own ? rows.tile.count : 0);
+    const int kv_head = splits.kv_head(), start = rows.tile.start - rows.tile.before;
+    const int items = rows.count + (own ? rows.tile.before + rows.tile.count : 0);
 #pragma unroll 1
     for (int item = warp_; item < items; item += kConsumers) {
       if (!kLean && item < rows.count) {  // a separate path is faster but needs more registers
@@ -81,7 +82,7 @@ class Attender {
       const bool query = kLean && item < rows.count;
       const int i = query ? item : item - rows.count, at = start + i, split = at / kKvSplitTokens;
       if (query ? !rows.has(i, kv_head) : split < splits.split() || split > splits.last_own()) continue;
-      const int row = query ? rows.row(i) : rows.tile.row + i;
+      const int row = query ? rows.row(i) : rows.tile.row - rows.tile.before + i;
       const int column = query ? rows.head(i, kv_head) : a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
       const float* from = a_.qkv + (size_t)row * a_.width + (size_t)column * kDim;
       const int size = a_.cache.span_size, place = at & (size - 1);  // size: a power of two
@@ -102,9 +103,9 @@ class Attender {
       if constexpr (S::kQuants) {
         float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
         head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
-                                      &shared_.own_scales[0][i], kDecodePairs);
+                                      &shared_.own_scales[0][i], kOwnRows);
         value.template quantize<kType>(to + (size + place) * S::kBytes, own_values_ + i * S::kRow, scales + 2 * size,
-                                       size, &shared_.own_scales[2][i], kDecodePairs);
+                                       size, &shared_.own_scales[2][i], kOwnRows);
       } else {
         uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
         head.write(rows_there), value.write(rows_there + size * kDim);
@@ -128,7 +129,7 @@ class Attender {
 
   // place: the pipeline stage of the KV split's first keys.
   __device__ void attend(const Extent& extent, bool own, PipelineStage place) {
-    const int from_rows = own ? extent.start : extent.last + 1;  // positions from here on are the tile's own rows
+    const int from_rows = own ? extent.start : extent.last + 1;  // positions from here on are own rows
     const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
     // The address of a position's row, and its scale and minimum.
     const auto is_own = [&](int at) { return at >= from_rows && at <= extent.last; };
@@ -139,7 +140,7 @@ class Attender {
       const uint32_t from =
           is_own(at) ? shared_address(&shared_.own_scales[tensor][at - extent.start]) : stage + S::kScales + token * 4;
       scale = load_shared_float(from);
-      minimum = load_shared_float(from + (is_own(at) ? kDecodePairs : kTokens) * 4);
+      minimum = load_shared_float(from + (is_own(at) ? kOwnRows : kTokens) * 4);
     };
     const int block = warp_ / 2, first = warp_ % 2 * (kTokens / 2);
     float scores[4][4] = {};
@@ -450,7 +451,7 @@ class Attender {
 };
 
 // own: the kernel also stores the tiles' rows in the cache, as store_cache() does. rotates: with RoPE. has_splits:
-// tiles may have several KV splits (not with kLean). own_rows: most rows of a tile, if own.
+// tiles may have several KV splits (not with kLean). own_rows: most own rows of a tile, if own.
 template <int kDim, CacheType kType, bool kLean>
 __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
@@ -530,7 +531,7 @@ template <int kDim, CacheType kType>
 void start_decode(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Rope* rope,
                   const Queue& queue) {
   using S = Shape<kDim, kType>;
-  const int rows = own ? kDecodePairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
+  const int rows = own ? kOwnRows : 0, all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
   const int fixed = sizeof(Shared) + kDecodePairs * 2 * S::kStride + 2 * rows * S::kRow;
   const int there = sm_count(), half = (max_shared() + kReserved) / 2 - kReserved - fixed;
   const auto launch = [&](auto kernel, int threads, int blocks, int stages) {

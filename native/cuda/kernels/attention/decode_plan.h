@@ -10,7 +10,7 @@ constexpr int kPrefillShared256 = 152064;  // bytes of a CTA of prefill with hea
 // stage of the ring; the fewest stages of the ring.
 constexpr int kDecodeFixed = 11680, kDecodeTokens = 64, kDecodeStages = kKvSplitTokens / kDecodeTokens;
 
-// Whether a CTA's shared memory suffices. own_rows: rows of a tile that the kernel stores in the cache itself.
+// Whether a CTA's shared memory suffices. own_rows: rows that the kernel stores in the cache itself.
 constexpr bool decode_fits(CacheType type, int head_dim, int own_rows, int shared_bytes) {
   const int bits = type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   const int row = head_dim * bits / 8 + 16, scales = type == CacheType::int8 || type == CacheType::uint4 ? 8 : 0;

@@ -35,7 +35,7 @@ struct Shared {
   uint4 weights[kKvSplitTokens / 16][32];  // of 16 positions each, as first operand of mma.sync
   float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // over a warp's positions
   float shrunk[kBlocks][kDecodePairs];  // factors that rescale a KV split's sums before each block
-  float own_scales[4][kDecodePairs];    // of the tile's own rows: keys' scales and minimums, then values'
+  float own_scales[4][kOwnRows];        // of the own rows: keys' scales and minimums, then values'
   Begin begin;
 };
 
@@ -149,12 +149,13 @@ class KvSplits {
   DecodeRows rows_;
 };
 
-// The positions of a KV split, in blocks of 64. The tile's own rows have the positions from `start` on: if this kernel
-// stores them, they are not in the cache yet.
+// The positions of a KV split, in blocks of 64. The own rows, which are those of the tile and of the sequence's tiles
+// before it, have the positions from `start` on: if this kernel stores them, they are not in the cache yet.
 struct Extent {
   int begin, last, start, blocks;
 
-  __device__ Extent(const DecodeRows& rows, int split) : begin(split * kKvSplitTokens), start(rows.tile.start) {
+  __device__ Extent(const DecodeRows& rows, int split)
+      : begin(split * kKvSplitTokens), start(rows.tile.start - rows.tile.before) {
     last = min(rows.position(rows.count - 1), begin + kKvSplitTokens - 1);
     blocks = (last - begin) / kTokens + 1;
   }
