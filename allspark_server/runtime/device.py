@@ -76,6 +76,10 @@ class Device:
         """An executor for the draft model of `executor`."""
         raise NotImplementedError
 
+    def draft_shard(self, rank: int, world: int) -> tuple[int, int]:
+        """Which shard of a draft model a rank has, and of how many."""
+        return rank, world
+
     def share(self, executor: Any, rows: int, outputs: int) -> str:
         """The address by which other ranks reach this rank's device in steps of up to `rows` rows, `outputs` of them
         with outputs; "" if they do not. Call it after the executor has its program; connect() and allocate() follow.
@@ -255,8 +259,6 @@ class Gpu(Device):
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_dir:
             missing.append("host_cache_dir")
-        if config.speculation == "draft" and len(self._group) > 1:
-            missing.append("speculation='draft' of several ranks")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 
@@ -284,13 +286,15 @@ class Gpu(Device):
 
     def draft_executor(self, executor: Any) -> Any:
         """See `Device.draft_executor`."""
-        return executor.beside(self._sampler())
+        return executor.beside(native_library().HostSampler(self._threads))
+
+    def draft_shard(self, rank: int, world: int) -> tuple[int, int]:
+        """See `Device.draft_shard`. Every GPU has the whole model: the sums of shards would take longer."""
+        return 0, 1
 
     def _executor(self) -> Any:
-        return self._library.Executor(self._index, self._sampler(), self._shared_memory)
-
-    def _sampler(self) -> Any:
-        return native_library().HostSampler(self._threads, shared_memory=self._shared_memory)
+        sampler = native_library().HostSampler(self._threads, shared_memory=self._shared_memory)
+        return self._library.Executor(self._index, sampler, self._shared_memory)
 
     def share(self, executor: Any, rows: int, outputs: int) -> str:
         """See `Device.share`."""

@@ -104,7 +104,8 @@ class ModelRunner:
                                         whole, adapters=config.lora_max_num > 0)
         models = [model]
         if config.speculation == "draft":
-            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, device, whole)
+            self._draft = RankModel(config, config.draft_model, "", *device.draft_shard(self.rank, self.world), device,
+                                    whole)
             check_draft(self._draft, model)
             models.append(self._draft)
         for shard in models:
@@ -159,7 +160,8 @@ class ModelRunner:
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             if self._draft is not None:     # one more row a sequence: its last draft, if all were accepted
-                self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
+                self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype,
+                                              self._draft_outputs())
             adapters = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
                         "adapter_dtype": model.adapter_dtype} if model.targets else {}
             self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executor,
@@ -352,6 +354,11 @@ class ModelRunner:
                                 f"a step of {rows} tokens (max_step_tokens, else engine_max_prefill_length + "
                                 f"engine_max_batch) is too long: compute_unit={self.config.compute_unit!r} takes at "
                                 f"most {most}; longer prompts are computed in several steps")
+
+    def _draft_outputs(self) -> int:
+        """The most rows of a draft model's step that may have outputs."""
+        # One a sequence is needed. GPUs replay steps of two rows a sequence as graphs, in which each row has one.
+        return self.config.engine_max_batch * (2 if self.config.on_gpus else 1)
 
     def _outputs_of_step(self) -> int:
         """The most rows of a step that have outputs."""

@@ -20,10 +20,7 @@ CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler,
       weights_(device_) {}
 
 CudaExecutor::CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler)
-    : shared_device_(other.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {
-  if (other.communicator_)
-    throw std::invalid_argument("a second model on the GPU of one of several ranks is not available on CUDA yet");
-}
+    : shared_device_(other.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {}
 
 // Freeing memory on a thread that has not chosen a GPU would initialize GPU 0, which takes memory there.
 CudaExecutor::~CudaExecutor() { cudaSetDevice(device_.index()); }

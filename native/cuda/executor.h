@@ -18,8 +18,7 @@ class CudaExecutor : public Model {
  public:
   // communicator: connects the ranks of a group; null: there is one rank.
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator = nullptr);
-  // Another model on the same GPU and stream; the two take turns. Throws std::invalid_argument if there are other
-  // ranks.
+  // Another model on the same GPU and stream; the two take turns. It is whole, also beside one of several ranks.
   CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler);
   ~CudaExecutor() override;
 

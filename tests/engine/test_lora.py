@@ -374,13 +374,14 @@ def test_speculation_and_several_samples(tmp_path):
     directory = adapters.write_adapter(tmp_path / "a", base)
     prompt = checkpoints.prompt_of(12) * 6
     found = []
-    for speculation in ("off", "prompt_lookup"):
+    for speculation in ("off", "prompt_lookup", "draft"):
+        draft = {"draft_model": str(base)} if speculation == "draft" else {}
         with Engine() as engine:
             engine.install_model(AsModelConfig("m", base, cache_memory=1 << 24, **UNIT, speculation=speculation,
-                                               lora_names=[str(directory)]))
+                                               lora_names=[str(directory)], **draft))
             engine.start_model("m")
             found.append([run(engine, prompt, lora, n=2, top_k=3, max_new_tokens=40)[:2] for lora in ("a", "")])
-    assert found[0] == found[1] and found[0][0] != found[0][1]
+    assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
 
 
 def test_a_restarted_engine_has_its_adapters(tmp_path):

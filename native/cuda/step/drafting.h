@@ -1,4 +1,6 @@
 // Steps with a draft model on the same GPU. Steps do not overlap, because the drafts decide the target model's rows.
+// With several ranks each has the whole draft model, and all make the same drafts: two sums a layer would take longer
+// than a small model's weights, and ranks would have to agree on every draft.
 #pragma once
 #include "batch/decoder.h"
 #include "cuda/memory/host_spans.h"
