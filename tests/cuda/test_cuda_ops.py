@@ -266,6 +266,13 @@ def test_bits_of_attention_do_not_depend_on_chunks(dim, variant, cache):
         assert error <= dict(CACHES)[cache] * np.sqrt(np.mean(expected**2))
 
 
+def finish_with_rotated_attention(own: Toy, group: int, kv: int, dim: int, **options) -> None:
+    x = embedded(own, (group + 2) * kv * dim)
+    own.rotary(dim)
+    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
+    own.finish(own.attention(x, group * kv, kv, dim, **options))
+
+
 @pytest.mark.parametrize("group, dim, cache", [
     *((group, dim, "bfloat16") for group in range(1, 9) for dim in (64, 128)),
     *((group, dim, "bfloat16") for group, dim in ((1, 80), (3, 96), (4, 256), (9, 64), (16, 128))),
@@ -277,10 +284,7 @@ def test_rows_attend_alike_in_chunks_of_any_size(group, dim, cache):
     """Several requests per step with rotated queries: chunks of one or two rows up to whole tiles and one row more."""
     own, rng = Toy(SEED), np.random.default_rng(SEED)
     kv = 1 + group % 2
-    x = embedded(own, (group + 2) * kv * dim)
-    own.rotary(dim)
-    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
-    own.finish(own.attention(x, group * kv, kv, dim, **({"window": 200} if group == 3 else {})))
+    finish_with_rotated_attention(own, group, kv, dim, **({"window": 200} if group == 3 else {}))
     tile = -(-128 // group)  # rows of 128 pairs
     lengths = (700, 1, tile, tile + 1, 64, 257, 18, int(rng.integers(1, 700)))
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
@@ -301,10 +305,7 @@ def test_short_chunks_attend_alike_in_tiles_of_both_kinds(group, dim, cache):
     """
     own, rng = Toy(SEED), np.random.default_rng(SEED)
     kv = 1 + group % 2
-    x = embedded(own, (group + 2) * kv * dim)
-    own.rotary(dim)
-    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
-    own.finish(own.attention(x, group * kv, kv, dim, **({"window": 11} if group == 3 else {})))
+    finish_with_rotated_attention(own, group, kv, dim, **({"window": 11} if group == 3 else {}))
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1100, 1, 530, 257, 64, int(rng.integers(2, 300)))]
     expected = logits_of_rows(compiled(own, cache, long=True, outputs=2048), prompts, lambda: 1100)
     for kind, rows in [("decode", 3), ("decode", 11), ("decode", 16), ("decode", 17), ("decode", 64), ("prefill", 11),
@@ -319,10 +320,7 @@ def test_steps_of_single_rows_that_decode_tiles_cannot_hold(group, cache):
     attend as those of prompts do, with the same bits; other rows of the step as ever.
     """
     own, rng, kv, dim = Toy(SEED), np.random.default_rng(SEED), 2, 64
-    x = embedded(own, (group + 2) * kv * dim)
-    own.rotary(dim)
-    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
-    own.finish(own.attention(x, group * kv, kv, dim))
+    finish_with_rotated_attention(own, group, kv, dim)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1000, 990, 1003, 960)]  # 4 KV splits each, at most 12
     expected = logits_of_rows(compiled(own, cache, long=True, outputs=2048, slots=4), prompts, lambda: 500)
     for rows in (1, 2, 9):
@@ -335,10 +333,7 @@ def test_steps_of_single_rows_that_decode_tiles_cannot_hold(group, cache):
 def test_many_requests_decode_as_their_prompts_are_read(dim, longest, cache):
     """More tiles than the GPU has SMs, with one or two KV splits each: row by row, and all at once."""
     own, rng, group, kv = Toy(SEED), np.random.default_rng(SEED), 7, 2
-    x = embedded(own, (group + 2) * kv * dim)
-    own.rotary(dim)
-    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
-    own.finish(own.attention(x, group * kv, kv, dim))
+    finish_with_rotated_attention(own, group, kv, dim)
     lengths = [longest, *rng.integers(5, 13, 139).tolist()]
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
     found = []
