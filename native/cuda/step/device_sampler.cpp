@@ -41,7 +41,7 @@ DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax
   const size_t chunks = rows * task_.chunks, groups = chunks * groups_of(task_.chunk);
   const size_t each =
       rounded(chunks * sizeof(double)) + rounded(chunks * sizeof(float)) + rounded(groups * sizeof(float));
-  sums_ = Memory(2 * each, "sums of samples");
+  sums_ = Memory(2 * each + rounded(rows * sizeof(float)), "sums of samples");
   char* next = sums_.as();
   const auto take = [&](size_t bytes) { return next += rounded(bytes), next - rounded(bytes); };
   for (ChunkSums* sums : {&task_.raw, &task_.processed}) {
@@ -49,11 +49,23 @@ DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax
     sums->maxima = reinterpret_cast<float*>(take(chunks * sizeof(float)));
     sums->groups = reinterpret_cast<float*>(take(groups * sizeof(float)));
   }
+  task_.wide = reinterpret_cast<float*>(take(rows * sizeof(float)));
+  check(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "making a stream");
+  check(cudaEventCreateWithFlags(&copied_, cudaEventDisableTiming), "making an event");
+}
+
+DeviceSampler::~DeviceSampler() {
+  if (copied_) cudaEventDestroy(copied_);
+  if (copies_) cudaStreamDestroy(copies_);
 }
 
 void DeviceSampler::send(const Memory& host, const Memory& device, size_t bytes) const {
-  if (bytes)
-    check(cudaMemcpyAsync(device.as(), host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()), "copying samples");
+  if (bytes) check(cudaMemcpyAsync(device.as(), host.as(), bytes, cudaMemcpyHostToDevice, copies_), "copying samples");
+}
+
+void DeviceSampler::await_copies() const {
+  check(cudaEventRecord(copied_, copies_), "recording an event");
+  check(cudaStreamWaitEvent(device_.stream(), copied_), "waiting for samples");
 }
 
 void DeviceSampler::queue_masks(const Batch& batch, const std::vector<SampledBy>& by) {
@@ -87,7 +99,8 @@ void DeviceSampler::queue(const Batch& batch, std::vector<SampledBy>& by) {
   } else {
     std::copy(list_.samples().begin(), list_.samples().end(), host_samples_.as<RowSample>());
     send(host_samples_, samples_, count * sizeof(RowSample));
-    sample_rows(task_, (int)count, list_.edited(), list_.both_sums(), device_.queue());
+    await_copies();
+    sample_rows(task_, (int)count, list_.parts(), device_.queue());
   }
   check(cudaMemcpyAsync(host_outputs_.as(), sampled, count * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
                         device_.stream()),
@@ -109,11 +122,12 @@ void DeviceSampler::queue_dealt(int count) {
   }
   send(host_dealt_, dealt_, count * sizeof(DealtSample));
   send(host_samples_, samples_, own * sizeof(RowSample));
+  await_copies();
   const DealtSample* dealt = dealt_.as<DealtSample>();
   const uint32_t round = ++rounds_;
   push_logits(ranks, logits_, bits_.as<uint32_t>(), dealt, count, round, queue);
   await_logits(ranks, dealt, count, task_.argmax, round, queue);
-  if (own) sample_rows(task_, own, list_.edited(), list_.both_sums(), queue);
+  if (own) sample_rows(task_, own, list_.parts(), queue);
   exchange_samples(ranks, outputs_.as<SampleOutput>(), dealt, count, task_.argmax, round, queue);
 }
 
@@ -123,7 +137,8 @@ void DeviceSampler::warm_up() {
   sample.scale = sample.top_p = 1;
   *host_samples_.as<RowSample>() = sample;
   send(host_samples_, samples_, sizeof sample);
-  sample_rows(task_, 1, true, true, device_.queue());
+  await_copies();
+  sample_rows(task_, 1, {true, true, true}, device_.queue());
   device_.wait();
 }
 

@@ -22,6 +22,9 @@ class DeviceSampler {
   // only rank 0 reads them. All must outlive this.
   DeviceSampler(const Device& device, float* logits, Argmax* argmax, int width, int max_outputs, Masks* masks,
                 const RankSamples* ranks);
+  ~DeviceSampler();
+  DeviceSampler(const DeviceSampler&) = delete;
+  DeviceSampler& operator=(const DeviceSampler&) = delete;
 
   // Queues the samples of a batch that `by` assigns to these kernels. Waits for masks while the device computes.
   // Reassigns samples that only the host can compute to the host.
@@ -35,10 +38,14 @@ class DeviceSampler {
   void queue_masks(const Batch& batch, const std::vector<SampledBy>& by);
   void queue_dealt(int count);
   bool reads_masks() const { return masks_ && (!ranks_ || ranks_->peers.rank == 0); }
-  // Queues a copy to the device.
+  // Queues a copy to the device. It does not wait for the step that computes the logits; await_copies() lets the
+  // kernels that are queued next wait for the copies so far.
   void send(const Memory& host, const Memory& device, size_t bytes) const;
+  void await_copies() const;
 
   const Device& device_;
+  cudaStream_t copies_ = nullptr;
+  cudaEvent_t copied_ = nullptr;
   Masks* const masks_;
   const std::optional<RankSamples> ranks_;
   uint32_t rounds_ = 0;  // that ranks have sampled together

@@ -49,7 +49,8 @@ bool SampleList::add(const Batch& batch, int row, int mask) {
     sample.repeats = (int32_t)of_row_[0].size(), sample.lowers = (int32_t)of_row_[1].size();
     sample.bans = (int32_t)of_row_[2].size(), sample.biases = (int32_t)of_row_[3].size();
   }
-  edited_ |= sample.edits() > 0, both_sums_ |= sample.needs_both_sums();
+  parts_.edits |= sample.edits() > 0, parts_.both_sums |= sample.needs_both_sums();
+  parts_.wide |= !scores && sample.may_be_wide();
   samples_.push_back(sample);
   return true;
 }

@@ -28,6 +28,11 @@ struct RowSample {
   AS_BOTH int edits() const { return repeats + lowers + bans + biases; }
   // Whether log probabilities need sums of the unprocessed logits, because sampling uses different logits.
   AS_BOTH bool needs_both_sums() const { return top_logprobs >= 0 && (scale != 1.0f || mask >= 0 || edits() > 0); }
+  // Whether more tokens may be sampled from than a CTA lists.
+  AS_BOTH bool may_be_wide() const {
+    return kind == sampling::SamplingKind::nucleus ||
+           (kind == sampling::SamplingKind::top_k && top_k > sampling::kCandidates);
+  }
   // Whether sums of the processed logits are needed; otherwise the greatest logits are enough.
   AS_BOTH bool weighs() const {
     return kind == sampling::SamplingKind::nucleus || kind == sampling::SamplingKind::all ||
@@ -54,9 +59,15 @@ struct SampleTask {
   const RowSample* samples = nullptr;
   Edit* edits = nullptr;
   ChunkSums raw, processed;
+  float* wide = nullptr;  // [samples]: the greatest logit, if the set is wider than a CTA's list; else -infinity
   SampleOutput* outputs = nullptr;  // [samples]
 };
-// edited: some row has edits. both_sums: some row has needs_both_sums().
-void sample_rows(const SampleTask& task, int samples, bool edited, bool both_sums, const Queue& queue);
+// What some sample of a step needs.
+struct SampleParts {
+  bool edits = false;      // RowSample::edits()
+  bool both_sums = false;  // RowSample::needs_both_sums()
+  bool wide = false;       // RowSample::may_be_wide()
+};
+void sample_rows(const SampleTask& task, int samples, const SampleParts& parts, const Queue& queue);
 
 }  // namespace as::cuda

@@ -12,12 +12,20 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kListed = 4096;  // the most logits that are sorted
+constexpr int kListed = 4096;    // the most logits that are sorted
+constexpr int kSearched = 2040;  // the most tokens of a CTA in the first bin of a search that are listed
 
 using Key = unsigned long long;
 
 struct BinSums {
   uint32_t counts[kBins], low[kBins], high[kBins];  // masses in two words
+};
+
+// Of a search by a CTA (sample_wide.cuh).
+struct SearchedTokens {
+  BinSums bins[2];
+  int listed;
+  int ids[kSearched];
 };
 
 // Sums of a bin of a search, and of all bins up to it.
@@ -30,7 +38,7 @@ struct Shared {
   union {
     Key list[kListed];  // of logits
     double terms[kListed];
-    BinSums bins;
+    SearchedTokens search;
   };
   float weights[kCandidates];
   int histogram[256];
@@ -41,6 +49,9 @@ struct Shared {
   double sum;
   Key mass;
   FoundBin found;
+  double best_key;  // the CTA's BestChunk
+  int best_chunk;
+  float best_top;
   int count, token, digit;
 };
 

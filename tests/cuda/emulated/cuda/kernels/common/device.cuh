@@ -1,5 +1,6 @@
 // Instead of native/cuda/kernels/common/device.cuh: kernels run on the CPU, the threads of a block as fibers that take
-// turns where they wait for each other. One block at a time; for tests of what kernels compute, on whole warps.
+// turns where they wait for each other. The blocks of a cluster run at once, each in a thread of the CPU that has the
+// block's shared variables; otherwise one block at a time. For tests of what kernels compute, on whole warps.
 #pragma once
 #include <ucontext.h>
 
@@ -7,8 +8,12 @@
 #include <cfloat>
 #include <climits>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #include "cuda/kernels/common/dtype16.h"
@@ -16,7 +21,7 @@
 #define __global__
 #define __device__
 #define __noinline__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __launch_bounds__(...)
 
 using std::max;
@@ -33,7 +38,7 @@ constexpr int kWarp = 32, kStackBytes = 64 << 10;
 
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack;
   bool ended;
   int exchanges;  // of its warp that it has taken part in
 };
@@ -50,7 +55,7 @@ struct Block {
   std::vector<Warp> warps;
   ucontext_t scheduler;
   int current, alive, arrived, generation;
-  dim3 index;
+  dim3 index, grid;
   std::function<void()> kernel;
 
   void yield() { swapcontext(&fibers[current].context, &scheduler); }
@@ -60,7 +65,7 @@ struct Block {
   void run(int threads) {
     if ((int)fibers.size() < threads) {
       fibers = std::vector<Fiber>(threads);
-      for (Fiber& fiber : fibers) fiber.stack.resize(kStackBytes);
+      for (Fiber& fiber : fibers) fiber.stack.reset(new char[kStackBytes]);
     }
     warps.assign(threads / kWarp, Warp{});
     alive = threads, arrived = 0;
@@ -68,7 +73,7 @@ struct Block {
       Fiber& fiber = fibers[i];
       fiber.ended = false, fiber.exchanges = 0;
       getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+      fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = kStackBytes;
       fiber.context.uc_link = nullptr;
       makecontext(&fiber.context, enter, 0);
     }
@@ -99,7 +104,24 @@ struct Block {
   }
 };
 
-inline Block block;
+inline thread_local Block block;
+
+// The blocks of a cluster. The shared variables of all have the same distance from `anchor`.
+struct Cluster {
+  std::mutex mutex;
+  std::condition_variable met;
+  std::vector<char*> anchors;  // of each block
+  int arrived = 0, generation = 0;
+
+  void meet() {
+    std::unique_lock<std::mutex> lock(mutex);
+    const int before = generation;
+    if (++arrived == (int)anchors.size()) arrived = 0, generation++, met.notify_all();
+    else met.wait(lock, [&] { return generation != before; });
+  }
+};
+inline thread_local char anchor;
+inline thread_local Cluster* cluster = nullptr;
 
 inline void Block::enter() {
   block.kernel();
@@ -113,6 +135,7 @@ inline int lane() { return block.current % kWarp; }
 
 #define threadIdx (dim3(emulated::block.current))
 #define blockIdx (emulated::block.index)
+#define gridDim (emulated::block.grid)
 
 inline void __syncthreads() { emulated::block.synchronize(); }
 template <typename T>
@@ -157,14 +180,38 @@ inline void launched(const char*) {}
 inline void after_previous() {}
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 
+inline int sm_count() { return 16; }
+
+// cluster: all blocks along x, or one.
 template <typename... Parameters, typename... Arguments>
-void start(const Queue&, void (*kernel)(Parameters...), dim3 grid, int threads, size_t, const Arguments&... arguments) {
-  emulated::block.kernel = [&] { kernel(Parameters(arguments)...); };
-  for (unsigned y = 0; y < grid.y; y++)
-    for (unsigned x = 0; x < grid.x; x++) {
-      emulated::block.index = dim3(x, y);
-      emulated::block.run(threads);
+void start_clusters(const Queue&, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads, size_t,
+                    const Arguments&... arguments) {
+  const auto run = [&](unsigned x, unsigned y) {
+    emulated::block.kernel = [&] { kernel(Parameters(arguments)...); };
+    emulated::block.index = dim3(x, y), emulated::block.grid = grid;
+    emulated::block.run(threads);
+  };
+  for (unsigned y = 0; y < grid.y; y++) {
+    if (cluster.x == 1) {
+      for (unsigned x = 0; x < grid.x; x++) run(x, y);
+      continue;
     }
+    emulated::Cluster blocks;
+    blocks.anchors.resize(grid.x);
+    std::vector<std::thread> running;
+    for (unsigned x = 0; x < grid.x; x++)
+      running.emplace_back([&, x] {
+        emulated::cluster = &blocks, blocks.anchors[x] = &emulated::anchor;
+        blocks.meet();
+        run(x, y);
+      });
+    for (std::thread& block : running) block.join();
+  }
+}
+template <typename... Parameters, typename... Arguments>
+void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           const Arguments&... arguments) {
+  start_clusters(queue, kernel, grid, dim3(1), threads, shared, arguments...);
 }
 
 }  // namespace cuda

@@ -1,0 +1,37 @@
+// Clusters of CTAs that share work. A kernel that uses these functions runs on every chip with one CTA in each cluster,
+// and on 9.0 with several, which are adjacent along x and fill the grid's x dimension.
+#pragma once
+#include "cuda/kernels/common/device.cuh"
+
+namespace as::cuda {
+namespace AS_DTYPE16 {
+
+// Synchronizes all threads of the cluster, and makes their writes visible to one another.
+__device__ inline void meet_cluster() {
+#if __CUDA_ARCH__ >= 900
+  if (gridDim.x > 1) {
+    asm volatile(
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+    return;
+  }
+#endif
+  __syncthreads();
+}
+
+// The variable of another CTA of the cluster that corresponds to a shared variable of this one.
+template <typename T>
+__device__ inline const T& in_cta(const T& own, unsigned cta) {
+#if __CUDA_ARCH__ >= 900
+  if (gridDim.x > 1) {
+    const T* there;
+    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(&own), "r"(cta));
+    return *there;
+  }
+#endif
+  return own;
+}
+
+}  // namespace AS_DTYPE16
+}  // namespace as::cuda
