@@ -6,6 +6,7 @@
 // several stages ahead, and on into the next tile while the current one is written. Two warpgroups multiply, each 64
 // rows with all columns. They add split-K parts (tiles.h) in registers. CTAs with adjacent tiles form a cluster, in
 // which each copies a part of the shared operands for all, because the bandwidth of the L2 cache is the limit.
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -232,13 +233,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         continue;
       }
       float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
+      [[maybe_unused]] bool goes_on = !kWhole && b > 0;
       if constexpr (!kWhole) {
-        if (b > 0) {
-          go_on_from(scratch, blockIdx.x - kCluster, group, total);
-        } else {
 #pragma unroll
-          for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // adding x to -0 gives x, even if x is -0
-        }
+        for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // adding x to -0 gives x, even if x is -0
       }
       if (!kGated && p.adds && last_block == k.blocks)
         ask_for_added<kColumns>(p, rows, part.row + group * kBlock, part.column);
@@ -280,6 +278,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         release(last);
         settle(d);
         if constexpr (!kWhole) {
+          // The other CTA may have computed its split-K parts while this one computed the first that follows them.
+          if (goes_on) go_on_from(scratch, blockIdx.x - kCluster, group, total), goes_on = false;
 #pragma unroll
           for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
         }
@@ -329,16 +329,21 @@ struct Kernel {
     return count;
   }
   // Plans which clusters compute which tiles, and returns the estimated nanoseconds. nanoseconds: of one block of K. If
-  // the last round would leave many clusters idle, all clusters share the tiles of the last two rounds.
+  // the last round would leave many clusters idle, all clusters share the tiles of the last two rounds, or of a single
+  // one if these have split-K parts.
   static int64_t plan(int rows, const Matrix& w, const SplitK& k, int nanoseconds, Walk* walk) {
     *walk = walk_of<S>(rows, k, w.n);
     const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
     const int64_t tile = (int64_t)k.blocks * nanoseconds + kEnd, whole = turns * tile;
-    if (count < clusters() || over == 0 || clusters() * S::kCluster > kScratchCtas) return whole;
-    const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((size_t)(clusters() + over) * units, clusters());
-    const int64_t shared = (turns - 2) * tile + (int64_t)part * walk->unit * nanoseconds + 2 * kEnd + kHandOver;
+    // With less than most of a tile for each cluster, clusters would wait for one another.
+    const bool alone = turns == 1, shares = alone ? !S::kWhole && 4 * count >= 3 * clusters() : true;
+    if (!shares || over == 0 || clusters() * S::kCluster > kScratchCtas) return whole;
+    const int units = ceil_div(k.blocks, walk->unit), tiles = alone ? count : clusters() + over;
+    const int part = ceil_div((size_t)tiles * units, clusters());
+    const int64_t shared =
+        (alone ? 0 : turns - 2) * tile + (int64_t)part * walk->unit * nanoseconds + 2 * kEnd + kHandOver;
     if (shared >= whole) return whole;
-    walk->whole = count - clusters() - over;
+    walk->whole = count - tiles;
     return shared;
   }
   static int64_t cost(int rows, const Matrix& w, const SplitK& k, int nanoseconds) {
@@ -351,7 +356,7 @@ struct Kernel {
     plan(rows, p.w, k, nanoseconds, &walk);
     const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
     allow_shared(kernel, S::kShared);
-    const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
+    const int blocks = S::kCluster * (walk.whole == walk.count() ? std::min(walk.count(), clusters()) : clusters());
     start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
                    queue.scratch);
     launched("gemm_prefill");

@@ -7,7 +7,7 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 
 // The tiles of a product, counted in clusters. Tiles from number `whole` on are shared: each cluster computes an equal
-// part, at least one tile's work. unit: parts are multiples of this many blocks of K, so that no split-K part is cut.
+// part, at least one unit's work. unit: parts are multiples of this many blocks of K, so that no split-K part is cut.
 struct Walk {
   int down, across, whole, unit;
 
@@ -44,16 +44,21 @@ class TileScheduler {
     return turns_ + (end_ % units_ != 0) + end_ / units_ - (begin_ + units_ - 1) / units_ + (begin_ % units_ != 0);
   }
   __device__ TilePart operator[](int i) const {
-    if (kFirst && end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
+    if (kFirst && end_ % units_ && i-- == 0) return continued();
     if (i < turns_) return part(i * clusters_ + cluster_, 0, units_);
     i -= turns_;
-    if (!kFirst && end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
+    if (!kFirst && end_ % units_ && i-- == 0) return continued();
     const int whole = (begin_ + units_ - 1) / units_ + i;
     if (whole < end_ / units_) return part(walk_.whole + whole, 0, units_);
     return part(walk_.whole + begin_ / units_, begin_ % units_, units_);
   }
 
  private:
+  // The part that another cluster continues. If it is less than a tile, it may itself continue from another one's sums.
+  __device__ TilePart continued() const {
+    const int tile = end_ / units_;
+    return part(walk_.whole + tile, max(begin_ - tile * units_, 0), end_ % units_);
+  }
   __device__ TilePart part(int tile, int begin, int end) const {
     const int first = tile / (S::kBand * walk_.across) * S::kBand, there = min(S::kBand, walk_.down - first);
     const int within = tile - first * walk_.across;

@@ -94,8 +94,7 @@ class WideSet {
         return;
       }
       if (all) last_ = ~0ull;
-      if (sample_.deepest >= 0)
-        last_ = min((Key)last_, (Key)sample_.deepest << kIdBits | (((Key)1 << kIdBits) - 1));
+      if (sample_.deepest >= 0) last_ = min((Key)last_, (Key)sample_.deepest << kIdBits | (((Key)1 << kIdBits) - 1));
       level_ = kLevels;
     };
     if (!by_count_ && sample_.top_p == 1.0f) end_search(true, 0);
