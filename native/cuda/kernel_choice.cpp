@@ -36,6 +36,12 @@ bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
   return ctas > chip.sms && 4 * ctas < 5 * chip.sms;
 }
 
+// Whether gemm_mma_prefill() is the fastest by mma.sync: its tiles of 64 rows and 128 columns occupy half of the SMs.
+bool has_many_rows(const Chip& chip, const Gemm& g, int rows) {
+  if (g.pushed && rows <= kPushedRows) return false;
+  return rows > kBlock && 2 * ceil_div(rows, kBlock) * ceil_div(g.w.n, 2 * kBlock) >= chip.sms;
+}
+
 // The fastest kernel but gemv() for 16-bit weights on Hopper.
 GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows, bool pushed) {
   // A matrix with fewer values is read before clusters would start. The second limit is for long split-K parts.
@@ -62,7 +68,10 @@ GemmAlgo fused_algo(const Chip& chip, const Gemm& g) {
 }
 
 GemmAlgo choose_dtype16(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) {
-  if (!is_hopper(chip)) return GemmAlgo::mma;
+  if (!is_hopper(chip))
+    return algo != GemmAlgo::mma && (algo == GemmAlgo::mma_prefill || has_many_rows(chip, g, rows))
+               ? GemmAlgo::mma_prefill
+               : GemmAlgo::mma;
   if (algo == GemmAlgo::any) {
     const bool pushed = g.pushed && rows <= kPushedRows;
     algo = fastest(chip, g.w, rows, pushed);
@@ -142,8 +151,8 @@ void add_rows(std::vector<KernelTable::Row>& rows, const char* op, const std::st
   }
 }
 
-constexpr const char* kGemmNames[] = {"any",     "simt",    "small_n",  "mma",    "gemv",
-                                      "small_m", "split_k", "stream_k", "prefill"};
+constexpr const char* kGemmNames[] = {"any",  "simt",    "small_n", "mma",      "mma_prefill",
+                                      "gemv", "small_m", "split_k", "stream_k", "prefill"};
 
 }  // namespace
 
@@ -253,9 +262,10 @@ const char* name_of(AttentionAlgo algo) {
 }
 
 GemmAlgo gemm_algo_of(const std::string& name) {
-  for (GemmAlgo algo : {GemmAlgo::any, GemmAlgo::mma, GemmAlgo::split_k, GemmAlgo::stream_k, GemmAlgo::prefill})
+  for (GemmAlgo algo :
+       {GemmAlgo::any, GemmAlgo::mma, GemmAlgo::mma_prefill, GemmAlgo::split_k, GemmAlgo::stream_k, GemmAlgo::prefill})
     if (name == name_of(algo)) return algo;
-  throw std::invalid_argument("algo must be any, mma, split_k, stream_k or prefill, got " + name);
+  throw std::invalid_argument("algo must be any, mma, mma_prefill, split_k, stream_k or prefill, got " + name);
 }
 
 std::string format_of(const Matrix& w) {

@@ -51,7 +51,7 @@ def test_rows(n, k):
     print(f"error {error:.2e}")
     assert error < 3e-5
     for first, rows in ((3, 1), (7, 1), (12, 1), (3, 9), (0, 32), (0, 65), (150, 128)):
-        for algo in ("mma", "split_k", "stream_k", "prefill"):
+        for algo in ("mma", "mma_prefill", "split_k", "stream_k", "prefill"):
             part = gpu.multiply(handle, x[first:first + rows], n, None, algo)
             np.testing.assert_array_equal(part, every[first:first + rows], f"{first} {rows} {algo}")
 

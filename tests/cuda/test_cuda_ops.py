@@ -113,7 +113,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     assert error < 3e-5, error
     for first, rows in ((0, 1), (3, 1), (7, 2), (6, 5), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64),
                         (20, 65), (100, 128), (3, 129), (11, 190), (40, 256)):
-        for algo in ("mma", "split_k", "stream_k", "prefill") if form in DTYPES16 else ("any",):
+        for algo in ("mma", "mma_prefill", "split_k", "stream_k", "prefill") if form in DTYPES16 else ("any",):
             part = found.multiply(handle, x[first:first + rows], n, bias, algo)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, algo)
 

@@ -20,18 +20,19 @@ struct GemmArgs {
 
 // The GEMM kernels. All give the same bits. cuda/kernel_choice.h says which ones support a GEMM on a chip.
 enum class GemmAlgo {
-  any,       // the fastest; not for launches
-  simt,      // float32
-  small_n,   // float32 of few columns
-  mma,       // mma.sync: any chip
-  gemv,      // one row
-  small_m,   // a few 8-bit rows
-  split_k,   // wgmma: split-K parts in parallel, in a cluster
-  stream_k,  // wgmma: persistent CTAs share the weights evenly
-  prefill,   // wgmma: tiles of many rows
+  any,          // the fastest; not for launches
+  simt,         // float32
+  small_n,      // float32 of few columns
+  mma,          // mma.sync: any chip
+  mma_prefill,  // mma.sync: tiles of many rows; any chip
+  gemv,         // one row
+  small_m,      // a few 8-bit rows
+  split_k,      // wgmma: split-K parts in parallel, in a cluster
+  stream_k,     // wgmma: persistent CTAs share the weights evenly
+  prefill,      // wgmma: tiles of many rows
 };
 void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
-// 16-bit weights: mma, gemv (for p.x or p.unnormed), split_k, stream_k or prefill.
+// 16-bit weights: mma, mma_prefill, gemv (for p.x or p.unnormed), split_k, stream_k or prefill.
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // Quantized weights with bfloat16 activations: mma, gemv (for p.x or p.unnormed), stream_k or prefill.
 void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);

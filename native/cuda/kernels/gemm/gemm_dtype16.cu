@@ -160,6 +160,7 @@ void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo
   if (algo == GemmAlgo::split_k) return gemm_split_k(p, rows, queue);
   if (algo == GemmAlgo::stream_k) return gemm_stream_k(p, rows, queue);
   if (algo == GemmAlgo::prefill) return gemm_prefill(p, rows, queue);
+  if (algo == GemmAlgo::mma_prefill) return gemm_mma_prefill(p, rows, queue);
   if (rows <= 8) start_few(p, rows, queue);
   else if (rows <= 16) start_tiles<2>(p, rows, queue);
   else if (rows <= 32) start_tiles<4>(p, rows, queue);

@@ -233,7 +233,7 @@ void gemm_widened(const GemmArgs& p, int rows, const Queue& queue) {
       if (p.y.tiles) some.y.tiles += (size_t)first / kBlock * kBlockValues;
       if (p.bias) some.bias += first;
     }
-    bf16::gemm_dtype16(some, rows, no_pdl, queue.capability == 90 ? GemmAlgo::prefill : GemmAlgo::mma);
+    bf16::gemm_dtype16(some, rows, no_pdl, queue.capability == 90 ? GemmAlgo::prefill : GemmAlgo::mma_prefill);
   }
 }
 

@@ -9,6 +9,8 @@ namespace AS_DTYPE16 {
 void gemm_stream_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue);
+// Many rows by mma.sync. wanted: the number of a shape, for benchmarks.
+void gemm_mma_prefill(const GemmArgs& p, int rows, const Queue& queue, int wanted = -1);
 // One row, matrices with split-K: p.x, or p.unnormed, which the kernel normalizes (and quantizes) itself.
 void gemv(const GemmArgs& p, const Queue& queue);
 // Few rows p.bytes, 8-bit matrices with split-K.
