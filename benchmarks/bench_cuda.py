@@ -3,7 +3,7 @@ and the fraction of the roofline.
 
 `python bench_cuda.py [7b|0.5b|30b-a3b|gpt-oss-20b|gpt-oss-120b] [ranks=2] [decode=1,8,32] [prefill=1x1024]
 [context=8000x1] [draft=3x8000x1] [short=32x8000x1] [short_chunks=fastest|decode|prefill] [mixed=204+1702,0+1906]
-[format=int4:64] [cache=bfloat16] [threads=1] [warm=1]`
+[format=int4:64] [cache=bfloat16] [threads=1] [warm=1] [layers=8]`
 
 `mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
 such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load.
@@ -284,6 +284,8 @@ class Model:
 def main(arguments: list[str]) -> None:
     name = arguments[0] if arguments and arguments[0] in SHAPES else "7b"
     asked = dict(a.split("=") for a in arguments if "=" in a)
+    hidden, layers, *rest = SHAPES[name]
+    SHAPES[name] = (hidden, int(asked.get("layers", layers)), *rest)
     decode = [int(b) for b in asked.get("decode", "1,8,32").split(",") if b]
     contexts = [tuple(map(int, c.split("x"))) for c in asked.get("context", "").split(",") if c]
     prefill, drafts, shorts = ([tuple(map(int, c.split("x"))) for c in asked.get(key, "").split(",") if c]

@@ -48,7 +48,7 @@ def gpu_form(form: WeightFormat, experts: bool, capability: int, firsts: Sequenc
     """
     if on_gpu(form):
         return form
-    if form.dtype == "e4m3" and form.group_size in (0, FLOAT8_BLOCK) and not experts and capability == HOPPER:
+    if form.dtype == "e4m3" and form.group_size in (0, FLOAT8_BLOCK) and capability == HOPPER:
         whole = not form.group_size or not any(first % FLOAT8_BLOCK for first in firsts)
         return WeightFormat("float8", form.group_size) if whole else WeightFormat(RECOVERED)
     if form.is_mxfp4 and experts and not any(first % MXFP4_BLOCK for first in firsts):

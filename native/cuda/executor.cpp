@@ -237,13 +237,15 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
 
 std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const int* chosen, int rows, int top,
                                                   GemmAlgo algo, int tile_rows) {
-  const Matrix& m = weights_.matrix(id);
+  Matrix m = weights_.matrix(id);
+  m.max_split_k = 1;
   const int entries = rows * top;
   std::vector<float> y((size_t)entries * m.n), made(y.size());
   if (!entries) return y;
   device_.use();
   Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
       tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
+      bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations"),
       memory(routing_bytes(rows, top, m.experts), "rows of experts");
   ExpertGemmArgs e;
   GemmArgs& p = e.gemm;
@@ -256,6 +258,10 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
+  }
+  if (m.takes_bytes()) {
+    p.bytes = byte_rows(bytes.as(), rows, m.k), e.x_rows = rows;
+    quantize_activations(p, rows, device_.queue());
   }
   const ExpertChoice choice = choose_expert_gemm(device_.chip(m.dtype), m.kind, entries, m.experts, algo, tile_rows);
   group_entries(e.routing, rows, choice.tile_rows, device_.queue());

@@ -174,13 +174,16 @@ GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wante
 
 ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int experts, GemmAlgo wanted, int tile_rows) {
   if (kind == Kind::f32) return {GemmAlgo::simt, tile_rows ? tile_rows : kBlock};
-  const bool mx = kind == Kind::mxfp4, has_prefill = (kind == Kind::dtype16 || mx) && is_hopper(chip);
+  const bool eight = kind == Kind::integers || kind == Kind::float8;
+  const bool few =
+      kind == Kind::mxfp4 || eight;  // gemm_experts_prefill() and gemm_experts_8bit() have small tiles, too
+  const bool has_prefill = (kind == Kind::dtype16 || few) && is_hopper(chip);
   if (!tile_rows) {  // small tiles, so that few experts have more than one
     const int each = entries / std::max(experts, 1);
     tile_rows = each > 48 && has_prefill ? 128 : each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
   }
-  return {has_prefill && (tile_rows >= 64 || mx) && wanted != GemmAlgo::mma ? GemmAlgo::prefill : GemmAlgo::mma,
-          tile_rows};
+  const bool prefill = has_prefill && (tile_rows >= 64 || few) && (eight || wanted != GemmAlgo::mma);
+  return {prefill ? GemmAlgo::prefill : GemmAlgo::mma, tile_rows};
 }
 
 bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down) {

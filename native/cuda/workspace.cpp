@@ -190,10 +190,10 @@ void Workspace::allocate_scratch() {
     if (op.is(Op::rotary_table)) tables += (size_t)limits.max_rows * op.integer("rotary_dim") * sizeof(float);
     if (is_gemm(op) && weights.matrix(op.weights[0]).takes_tiles() && !in(op, 0).rows.tiles)
       tiled = std::max(tiled, tiles_bytes(max_rows(op.inputs[0]), in(op, 0).rows.width));
-    if (!op.is(Op::linear)) continue;
+    if (!is_gemm(op)) continue;
     const Matrix& w = weights.matrix(op.weights[0]);
     if (w.takes_bytes()) bytes = std::max(bytes, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
-    if (w.kind != Kind::quantized) continue;
+    if (!op.is(Op::linear) || w.kind != Kind::quantized) continue;
     const bool gated = is_gated(ops, weights, i);
     wide = std::max(wide, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
   }
@@ -272,11 +272,13 @@ void Workspace::allocate_expert_rows() {
     if (m.experts != end - begin)
       throw std::invalid_argument("op expert_linear is for " + std::to_string(end - begin) + " experts, weight " +
                                   std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
-    if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, float16, int8 and int4");
+    if (m.takes_bytes() && (m.quants.bits != 8 || device.capability() != 90))
+      refuse("experts of type " + format_of(m) + (m.quants.bits != 8 ? "" : " on a GPU other than Hopper") +
+             ": float32, bfloat16, float16, int8, int4 and mxfp4 are available, and on Hopper w8a8 and float8");
     if (m.takes_tiles() && max_shared() < kExpertsShared)
       refuse("experts of type bfloat16, float16, int8 and int4 on a GPU with less than " +
              std::to_string(kExpertsShared >> 10) + " KiB of shared memory for a CTA: " + device.name());
-    if (m.takes_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels use 32-bit byte offsets
+    if (m.reads_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels use 32-bit byte offsets
       refuse("steps of so many rows of experts: lower max_step_tokens");
     const auto [found, first] = expert_rows.try_emplace(set, ExpertRows{{}, m.kind});
     Routing& routing = found->second.routing;

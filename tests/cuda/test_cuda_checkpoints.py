@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}
 NAMES = [*SCHEMES, *FILES]
 EIGHT_BITS = ("ct-w8a8", "ct-float8-channel", "ct-float8-tensor", "ct-float8-block", "fp8",
-              "fp8-glm4-moe")  # activations, too; fp8-minimax-m2's router chooses other experts in bfloat16, too
+              "fp8-glm4-moe", "fp8-minimax-m2")  # activations, too
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,8 @@ def test_logits_are_those_of_the_recovered_weights(name, tmp_path):
         errors.append(np.sqrt(np.mean([np.mean(((a - b) / b.std()) ** 2) for a, b in zip(found, expected)])))
     ours, plain = errors
     print(f"{name}: {ours:.4f}, in bfloat16 {plain:.4f}")
-    assert ours < (0.15 if name in EIGHT_BITS else max(2 * plain, 0.01))
+    # fp8-minimax-m2's router chooses other experts in bfloat16, too.
+    assert ours < max(2 * plain, 0.15 if name in EIGHT_BITS else 0.01)
 
 
 @pytest.mark.parametrize("name", ["gptq-4-order", "awq", "fp8", "ct-float8-channel", "q4_k_m"])

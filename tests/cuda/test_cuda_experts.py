@@ -16,9 +16,11 @@ from support.gpu_toys import (
     LENGTHS,
     SEED,
     VOCAB,
+    as_float8,
     compare,
     compiled,
     executor,
+    of_bytes,
     rounded,
     step_of,
     tokens_of,
@@ -29,6 +31,7 @@ from support.gpu_toys import (
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}
 FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2), ("float16", 0, 6e-2 * FLOAT16_FACTOR)]
+BYTES = [("float8", 0, 3e-1), ("float8", 128, 3e-1), ("w8a8", 0, 1e-1), ("w8a8", 64, 1e-1)]  # Hopper's
 CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("int4", 32)]
 
 
@@ -72,12 +75,53 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
                 assert part.tobytes() == every[one].tobytes(), (kind, first, rows, algo, height)
 
 
+@pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("w8a8", 0), ("w8a8", 64), ("w8a8", 192)])
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 7), (41, 31), (64, 64), (130, 257), (96, 768), (200, 1091), (1536, 130)])
+def test_products_of_8_bit_rows_have_the_same_bits(n, k, form, group):
+    """The same for weights with 8-bit activations, on Hopper only."""
+    experts, top, rng, found = 9, 3, np.random.default_rng(SEED), executor()
+    values = (rng.normal(size=(experts * n, k)) * k**-0.5).astype(np.float32)
+    handle = found.add_matrix(experts * n, k, form, group, experts)
+    assert found.fill_matrix(handle, values, "F32") == 0
+    x = rng.normal(size=(301, k)).astype(np.float32)
+    used = found.read_rows(handle).astype(float).reshape(experts, n, k)
+    taken = of_bytes(x) if form == "w8a8" else as_float8(x, group).astype(float)
+    for kind in ("even", "few"):
+        chosen = choices(rng, kind, len(x), experts, top)
+        every = found.multiply_experts(handle, x, chosen)
+        expected = np.stack([used[own] @ row for row, own in zip(taken, chosen)])
+        error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
+        print(f"error {error:.2e}")
+        assert error < (2e-5 if form == "w8a8" else 2e-3 if group else 2e-2)
+        for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (20, 65),
+                            (100, 128), (11, 190)):
+            one = slice(first, first + rows)
+            for height in (0, 8, 16, 32, 64, 128):
+                part = found.multiply_experts(handle, x[one], chosen[one], "any", height)
+                assert part.tobytes() == every[one].tobytes(), (kind, first, rows, height)
+
+
+@pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("w8a8", 0), ("w8a8", 64)])
+def test_rows_of_activations_that_are_no_numbers(form, group):
+    """A row's NaN reaches no other row of its tile."""
+    experts, n, k, rng, found = 3, 70, 200, np.random.default_rng(SEED), executor()
+    handle = found.add_matrix(experts * n, k, form, group, experts)
+    found.fill_matrix(handle, rng.normal(size=(experts * n, k)).astype(np.float32), "F32")
+    x = rng.normal(size=(20, k)).astype(np.float32)
+    chosen = choices(rng, "even", len(x), experts, 2)
+    plain = found.multiply_experts(handle, x, chosen)
+    x[4, 130], x[9, 3] = np.nan, np.inf
+    y = found.multiply_experts(handle, x, chosen)
+    others = [row for row in range(20) if row not in (4, 9)]
+    assert not np.isfinite(y[[4, 9]]).any() and y[others].tobytes() == plain[others].tobytes()
+
+
 KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any", 64), ("any", 128)]
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("experts, top, width, inner", [*toys.SIZES, (300, 6, 130, 64)])
-@pytest.mark.parametrize("form, group, tolerance", [*FORMATS, ("int8", 0, 6e-2), ("int4", 0, 6e-2)])
+@pytest.mark.parametrize("form, group, tolerance", [*FORMATS, ("int8", 0, 6e-2), ("int4", 0, 6e-2), *BYTES])
 def test_experts(experts, top, width, inner, form, group, tolerance):
     compare(toys.normalized(toy(), experts, top, width, inner, form, group), tolerance)
 
@@ -93,7 +137,8 @@ def test_routers(router, corrected):
     (128, 6, 1025, 130, 0, 128), (10, 4, 96, 48, 3, 5), (12, 3, 40, 48, 9, 1), (4, 2, 5000, 70, 0, 4)])
 @pytest.mark.parametrize("form, group, normalized", [
     ("bfloat16", 0, True), ("bfloat16", 0, False), ("float16", 0, True), ("float16", 0, False), ("int8", 0, True),
-    ("int8", 16, True), ("int4", 0, True), ("int4", 32, True)])
+    ("int8", 16, True), ("int4", 0, True), ("int4", 32, True), ("float8", 0, True), ("float8", 128, True),
+    ("w8a8", 64, True)])
 def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, form, group, normalized):
     if group and inner < 64:
         pytest.skip("there are others")
@@ -230,8 +275,8 @@ def test_what_cannot_be_is_refused():
     own = toy()
     x = embedded(own, 64)
     rows, scores = routed(own, x, 4, 2)
-    own.finish(mlp(own, x, rows, scores, 4, 64, "w8a8"))
-    with pytest.raises(ValueError, match="the CUDA backend has no experts of other types than"):
+    own.finish(mlp(own, x, rows, scores, 4, 64, "w4a8"))
+    with pytest.raises(ValueError, match="the CUDA backend has no experts of type w4a8: float32, bfloat16"):
         compiled(own)
 
 

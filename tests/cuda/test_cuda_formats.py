@@ -17,10 +17,12 @@ from support.gpu_toys import (
     SEED,
     VOCAB,
     as_bf16,
+    as_float8,
     compare,
     compiled,
     embedded,
     executor,
+    of_bytes,
     small_model,
     step_of,
     tokens_of,
@@ -100,12 +102,6 @@ def test_rows_that_are_quantized_already(form, bits, group):
         assert found[0] == found[1]
 
 
-def of_bytes(x: np.ndarray) -> np.ndarray:
-    """Rows quantized to 8 bits, recovered."""
-    top = np.abs(x).max(1, keepdims=True)
-    return np.rint(x * (np.float32(127) / top)).astype(float) * (top / np.float32(127))
-
-
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 7), *SIZES[4:]])
 @pytest.mark.parametrize("form, group", [*FORMATS, ("int4", 192), *INTEGERS])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
@@ -126,16 +122,6 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
         for algo in ("any", "mma", "stream_k", "prefill"):
             part = gpu.multiply(handle, x[first:first + rows], n, bias, algo)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, algo)
-
-
-def as_float8(x: np.ndarray, group: int = 0) -> np.ndarray:
-    """Rows in e4m3 with a scale each, or for each group of columns, recovered."""
-    if group:
-        return np.hstack([as_float8(x[:, first:first + group]) for first in range(0, x.shape[1], group)])
-    top = np.abs(x).max(1, keepdims=True)
-    scaled = (x * (np.float32(448) / top)).astype(float)
-    step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-30))), -6) - 3)
-    return np.clip(np.rint(scaled / step) * step, -448, 448).astype(np.float32) * (top / np.float32(448))
 
 
 @pytest.mark.parametrize("n, k", [*SIZES, (70, 129), (300, 640), (1000, 3968)])

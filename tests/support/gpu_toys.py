@@ -109,6 +109,22 @@ def as_bf16(x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(float)
 
 
+def of_bytes(x: np.ndarray) -> np.ndarray:
+    """Rows quantized to 8 bits, recovered."""
+    top = np.abs(x).max(1, keepdims=True)
+    return np.rint(x * (np.float32(127) / top)).astype(float) * (top / np.float32(127))
+
+
+def as_float8(x: np.ndarray, group: int = 0) -> np.ndarray:
+    """Rows in e4m3 with a scale each, or for each group of columns, recovered."""
+    if group:
+        return np.hstack([as_float8(x[:, first:first + group]) for first in range(0, x.shape[1], group)])
+    top = np.abs(x).max(1, keepdims=True)
+    scaled = (x * (np.float32(448) / top)).astype(float)
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-30))), -6) - 3)
+    return np.clip(np.rint(scaled / step) * step, -448, 448).astype(np.float32) * (top / np.float32(448))
+
+
 def rounded(x: np.ndarray, form: str) -> np.ndarray:
     """`x` rounded to a type; values beyond the type's range are clamped to it."""
     if form == "float16":

@@ -143,11 +143,12 @@ def test_what_is_counted_as_no_number(tmp_path, caplog):
     (WeightFormat("w8a8", 0, ScaleLayout("float32", "none")), False, 80, WeightFormat("w8a8")),
     (WeightFormat("w8a8", 64, ScaleLayout("float32", "points")), False, 80, None),
     (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), False, 90, WeightFormat("float8")),
-    (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), True, 90, WeightFormat("bfloat16")),
+    (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), True, 90, WeightFormat("float8")),
     (WeightFormat("e4m3", 0, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
     (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), False, 90, WeightFormat("float8", 128)),
     (WeightFormat("e4m3", 128, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
-    (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), True, 90, WeightFormat("bfloat16")),
+    (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), True, 90, WeightFormat("float8", 128)),
+    (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), True, 80, WeightFormat("bfloat16")),
     (WeightFormat("e4m3", 64, ScaleLayout("float32", "none")), False, 90, WeightFormat("bfloat16")),
     (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), True, 80, WeightFormat("mxfp4", 32)),
     (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
@@ -167,8 +168,9 @@ def test_slices_inside_groups():
 
 def test_slices_of_float8_in_blocks():
     form = WeightFormat("e4m3", 128, ScaleLayout("float32", "none"))
-    assert gpu_form(form, False, 90, [0, 9472]) == WeightFormat("float8", 128)
-    assert gpu_form(form, False, 90, [0, 192]) == WeightFormat("bfloat16")
+    for experts in (False, True):
+        assert gpu_form(form, experts, 90, [0, 9472]) == WeightFormat("float8", 128)
+        assert gpu_form(form, experts, 90, [0, 192]) == WeightFormat("bfloat16")
 
 
 def test_slices_of_mxfp4():

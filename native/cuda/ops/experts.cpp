@@ -42,6 +42,10 @@ int bind_expert_linear(Binding& b, size_t i) {
   p.x = x.rows, p.y = gated ? b.out(b.ops[i + 1]).rows : y.rows;
   if (gated) e.gating = gating_of(b.ops[i + 1]);
   e.routing = b.workspace.expert_rows.at(y.row_set).routing, e.gathers = x.row_set != y.row_set;
+  if (p.w.takes_bytes()) {
+    p.w.max_split_k = 1;
+    p.bytes = byte_rows(b.workspace.byte_rows.as(), b.workspace.max_rows(op.inputs[0]), p.w.k);
+  }
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, b.workspace.tiles.as<uint16_t>(), x.rows.width, b.workspace.dtype};
   e.follows = i > 1 && b.ops[i - 2].is(Op::expert_linear) && is_gated(b.ops, b.weights, i - 2) &&
@@ -49,11 +53,12 @@ int bind_expert_linear(Binding& b, size_t i) {
   Combination c;
   if (size_t last; row && !gated) c = combination_at(b, i + 1, last);
   const ExpertTable& table = b.workspace.kernels.experts(p.w);
-  b.launches.push_back([=, &table, ws = &b.workspace, queue = b.queue](const Binding::Size& size) {
+  b.launches.push_back([=, &table, ws = &b.workspace, queue = b.queue](const Binding::Size& size) mutable {
     const int rows = ws->rows_of(x.row_set, size), entries = ws->rows_of(y.row_set, size);
     if (!rows) return;
     if (row && entries == e.routing.top) return gated ? gate_row(e, *row, queue) : combine_row(e, *row, c, queue);
     if (converts) to_tiles(x.values(), rows, e.gemm.x, queue);
+    if (e.gemm.w.takes_bytes()) e.x_rows = rows, quantize_activations(e.gemm, rows, queue);
     const ExpertChoice choice = table.at(entries);
     gemm_experts(e, entries, choice.tile_rows, queue, choice.algo);
   });

@@ -164,6 +164,11 @@ __device__ inline void copy_16(uint32_t to, const void* from, bool there = true)
   const int bytes = there ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// The same of 4 bytes.
+__device__ inline void copy_4(uint32_t to, const void* from, bool there) {
+  const int bytes = there ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft>
 __device__ inline void wait_copies() {

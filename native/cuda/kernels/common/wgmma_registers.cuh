@@ -105,6 +105,28 @@ AS_TILE(224, 112, 112, 113, 114)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
+// The same with the quantized values as the first operand, and activations as the second one.
+template <int N>
+struct QuantTile;
+#define AS_TILE(n, count, a, b, adds)                                                                           \
+  template <>                                                                                                   \
+  struct QuantTile<n> {                                                                                         \
+    static __device__ void multiply(int (&d)[count], uint64_t left, uint64_t right, int keeps) {                \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                    \
+                   ", 0;\n"                                                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.u8.s8 {" AS_NAMES_##count "}, %" #a ", %" #b \
+                                                                                             ", p; }"           \
+                   : AS_OPERANDS_##count("+r")                                                                  \
+                   : "l"(left), "l"(right), "r"(keeps));                                                        \
+    }                                                                                                           \
+  };
+AS_TILE(8, 4, 4, 5, 6)
+AS_TILE(16, 8, 8, 9, 10)
+AS_TILE(32, 16, 16, 17, 18)
+AS_TILE(64, 32, 32, 33, 34)
+AS_TILE(128, 64, 64, 65, 66)
+#undef AS_TILE
+
 // Descriptor of rows of blocks of bytes (gemm_integer.h): 64-byte swizzle, 512 bytes from eight rows to the next.
 __device__ inline uint64_t byte_descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kBlock >> 4) << 32 | 2ull << 62;

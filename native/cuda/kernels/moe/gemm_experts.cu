@@ -261,6 +261,7 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
     launched("gemm_experts in float32");
     return;
   }
+  if (w.takes_bytes()) return gemm_experts_8bit(p, entries, tile_rows, queue);
   if (algo == GemmAlgo::prefill) return gemm_experts_prefill(p, entries, tile_rows, queue);
   by_type<true>(w, [&](auto type) { start_rows<decltype(type)>(p, entries, tile_rows, queue); });
 }

@@ -36,6 +36,43 @@ __device__ inline const float* bias_of(const ExpertGemmArgs& e, int expert) {
   return p.bias ? p.bias + (size_t)expert * (p.gated ? 2 * p.y.width : p.y.width) : nullptr;
 }
 
+// Writes a warpgroup's sums of 64 columns, block number `block`, for a tile's entries. Number i of a thread belongs to
+// entry i / 4 * 8 + lane % 4 * 2 + i % 2; gate and up columns are interleaved.
+template <int kValues>
+__device__ __forceinline__ void write_sums(const ExpertGemmArgs& e, const ExpertTile& tile, int block,
+                                           const float (&d)[kValues]) {
+  const GemmArgs& p = e.gemm;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, first = lane % 4 * 2, width = p.y.width;
+  const float* bias = bias_of(e, tile.expert);
+  const auto each_entry = [&](auto write) {
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4)
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        if (const int slot = first + i / 4 * 8 + j; slot < tile.count) write(tile.first + slot, d[i + j], d[i + 2 + j]);
+  };
+  if (p.gated) {
+    const int column = block * (kBlock / 2) + warp * 8 + lane / 4;
+    const bool there = column < width;
+    const float gate_bias = bias && there ? bias[column] : 0, up_bias = bias && there ? bias[width + column] : 0;
+    if (there)
+      each_entry([&](int entry, float gate, float up) {
+        if (bias) gate = __fadd_rn(gate, gate_bias), up = __fadd_rn(up, up_bias);
+        put(p.y, entry, column, gated_by(e.gating, gate, up));
+      });
+  } else {
+    const int column = block * kBlock + warp * 16 + lane / 4;
+    float added[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      if (bias && column + 8 * h < width) added[h] = bias[column + 8 * h];
+    each_entry([&](int entry, float low, float high) {
+      if (column < width) put(p.y, entry, column, bias ? __fadd_rn(low, added[0]) : low);
+      if (column + 8 < width) put(p.y, entry, column + 8, bias ? __fadd_rn(high, added[1]) : high);
+    });
+  }
+}
+
 // Scales of weights: none for floats; of quantized values, those that change within 64 columns of K or only between
 // blocks; those of MXFP4, which lie in its tiles.
 enum class Scales { none, blocks, fine, mx };

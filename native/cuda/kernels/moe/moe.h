@@ -50,16 +50,20 @@ void route(const GemmArgs& logits, const Router& router, const Routing& routing,
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue);
 
 // y [entries, n] = x w^T + bias with the matrix and bias of each entry's expert; w is a stack of matrices. Each sum
-// over K is one chain in every kernel; quantized values are rounded to bfloat16 first. gathers: x has rows, otherwise
-// entries. follows: the previous kernel of the stream is also such a GEMM, with the same routing and type. entries: of
-// all experts in the step. algo: simt, mma or prefill.
+// over K is one chain in every kernel (of 8-bit weights in groups, one for each group); quantized values are rounded to
+// bfloat16 first, unless activations have 8 bits. gathers: x has rows, otherwise entries. follows: the previous kernel
+// of the stream but for quantize_activations() is also such a GEMM, with the same routing and type. x_rows: rows of
+// gemm.bytes, of all there. entries: of all experts in the step. algo: simt, mma or prefill.
 struct ExpertGemmArgs {
   GemmArgs gemm;
   Routing routing;
   bool gathers = false, follows = false;
+  int x_rows = 0;
   Gating gating = {};  // if gemm.gated
 };
 void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo);
+// The same with 8-bit weights and activations gemm.bytes, on Hopper; w.max_split_k: 1.
+void gemm_experts_8bit(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
 // y [rows, width] = for each row the weighted sum of its entries, by ascending expert; adds: y += that sum. If the norm
 // has a weight, `normed` receives the normalized rows of y.

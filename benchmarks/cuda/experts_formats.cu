@@ -1,12 +1,14 @@
-// The expert GEMMs of a gpt-oss-20b layer in MXFP4 and in bfloat16: microseconds, and fractions of the time that the
-// weights' bytes or the operations take.
-//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts_mxfp4.cu
-//        native/cuda/kernel_choice.cpp native/cuda/kernels/{moe/*,gemm/gemm_small_n,quantize/pack}.cu -o experts_mxfp4
-//   experts_mxfp4 [rows,rows...]
+// The expert GEMMs of a layer of gpt-oss-20b or Qwen3-30B-A3B in several formats: microseconds, and fractions of the
+// time that the weights' bytes or the operations take.
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts_formats.cu
+//        native/cuda/kernel_choice.cpp
+//        native/cuda/kernels/{moe/*,gemm/gemm_small_n,quantize/pack,quantize/quantize_rows}.cu -o experts_formats
+//   experts_formats 20b|30b rows,rows... [mxfp4,bf16,float8,float8:128,w8a8]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "chosen.h"
@@ -25,15 +27,31 @@ static T* memory(size_t bytes) {
   return static_cast<T*>(data);
 }
 
-constexpr int kHidden = 2880, kInner = 2880, kExperts = 32, kTop = 4, kCopies = 3;
+constexpr int kCopies = 3;
 constexpr double kBandwidth = 4.44e6, kRate = 792e6;  // bytes, operations in a microsecond
+static int kHidden = 2880, kInner = 2880, kExperts = 32, kTop = 4;
+
+enum class Format { mxfp4, bf16, float8, float8_128, w8a8, count };
+constexpr const char* kNames[] = {"mxfp4", "bf16", "float8", "float8:128", "w8a8"};
+
+static size_t bytes_of(const Matrix& m) {
+  return m.quants.bits ? quantized_bytes(m.quants, m.n, m.k) : tiles_bytes(m.n, m.k);
+}
 
 // Random matrices. Any values will do, but scales of MXFP4 must be small.
-static Matrix matrix(int n, int k, bool mx, uint64_t seed, const Queue& queue) {
-  Matrix m{n, k, mx ? Kind::mxfp4 : Kind::dtype16, kDType16};
-  m.experts = kExperts;
-  if (mx) m.quants.bits = 4, m.quants.mx = true, m.quants.group = kMxGroup, m.quants.groups = k / kMxGroup;
-  const size_t bytes = kExperts * (mx ? quantized_bytes(m.quants, n, k) : tiles_bytes(n, k));
+static Matrix matrix(int n, int k, Format format, uint64_t seed, const Queue& queue) {
+  Matrix m{n, k, Kind::dtype16, kDType16};
+  m.experts = kExperts, m.max_split_k = 1;
+  const bool mx = format == Format::mxfp4;
+  if (mx) {
+    m.kind = Kind::mxfp4;
+    m.quants.bits = 4, m.quants.mx = true, m.quants.group = kMxGroup, m.quants.groups = k / kMxGroup;
+  } else if (format != Format::bf16) {
+    m.kind = format == Format::w8a8 ? Kind::integers : Kind::float8;
+    m.quants.bits = 8, m.quants.floats = format != Format::w8a8, m.quants.in_rows = true;
+    m.quants.group = format == Format::float8_128 ? kFloatGroup : k, m.quants.groups = k / m.quants.group;
+  }
+  const size_t bytes = kExperts * bytes_of(m);
   uint16_t* data = memory<uint16_t>(bytes);
   AS_DTYPE16::fill_noise(data, bytes, kDType16, 0.035f, seed, queue);
   if (mx) {
@@ -41,6 +59,9 @@ static Matrix matrix(int n, int k, bool mx, uint64_t seed, const Queue& queue) {
     check(cudaDeviceSynchronize());
     check(cudaMemset2D(reinterpret_cast<char*>(data) + kTileRows * kBlock / 2, kMxTileBytes, 120 + kMxBias - 1,
                        2 * kTileRows, bytes / kMxTileBytes));
+  } else if (format != Format::bf16) {
+    m.quants.words = reinterpret_cast<uint32_t*>(data);
+    m.quants.scales = m.quants.words + quants_bytes(n, k, 8) / 4;
   } else {
     m.tiles = data;
   }
@@ -52,10 +73,11 @@ int main(int argc, char** argv) {
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const Queue queue{stream, 90, {}};
+  if (argc > 1 && std::strcmp(argv[1], "30b") == 0) kHidden = 2048, kInner = 768, kExperts = 128, kTop = 8;
   std::vector<int> all;
-  for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("32"), ","); at; at = std::strtok(nullptr, ","))
+  for (char* at = std::strtok(argc > 2 ? argv[2] : strdup("32"), ","); at; at = std::strtok(nullptr, ","))
     all.push_back(std::atoi(at));
-  const bool only = argc > 2;  // MXFP4 only
+  const std::string wanted = std::string(",") + (argc > 3 ? argv[3] : "mxfp4,bf16") + ",";
   int most = 1;
   for (int rows : all) most = rows > most ? rows : most;
   const size_t entries = (size_t)most * kTop;
@@ -96,22 +118,32 @@ int main(int argc, char** argv) {
     cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
     return 1e3 * best / kLaunches;
   };
-  for (const bool mx : {true, false}) {
-    if (!mx && only) break;
+  char* const rows_of_bytes = memory<char>(byte_rows_bytes((int)entries, kHidden > kInner ? kHidden : kInner));
+  for (int number = 0; number < (int)Format::count; number++) {
+    const Format format = (Format)number;
+    const char* format_name = kNames[number];
+    if (wanted.find(std::string(",") + format_name + ",") == std::string::npos) continue;
+    const bool eight = format > Format::bf16;
     std::vector<Matrix> up, down;
     for (int i = 0; i < kCopies; i++)
-      up.push_back(matrix(2 * kInner, kHidden, mx, 2 * i, queue)),
-          down.push_back(matrix(kHidden, kInner, mx, 2 * i + 1, queue));
-    const auto args = [&](const Matrix& w, bool is_up) {
+      up.push_back(matrix(2 * kInner, kHidden, format, 2 * i, queue)),
+          down.push_back(matrix(kHidden, kInner, format, 2 * i + 1, queue));
+    const auto args = [&](const Matrix& w, bool is_up, int rows) {
       ExpertGemmArgs e;
+      e.x_rows = is_up ? rows : rows * kTop;
+      if (eight) e.gemm.bytes = byte_rows(rows_of_bytes, e.x_rows, w.k);
       e.gemm.w = w, e.gemm.x = is_up ? x : gated, e.gemm.y = is_up ? gated : made, e.gemm.gated = is_up;
       e.routing = routing, e.gathers = is_up, e.follows = !is_up, e.gating = {1.702f, 7, 1};
       return e;
     };
+    const auto launch = [&](const Matrix& w, bool is_up, int rows, int height, GemmAlgo algo) {
+      const ExpertGemmArgs e = args(w, is_up, rows);
+      if (eight) quantize_activations(e.gemm, e.x_rows, queue);
+      AS_DTYPE16::gemm_experts(e, rows * kTop, height, queue, algo);
+    };
     const ChosenRow row{router, logits, nullptr};
     const Combination c{made.values, routing, false, sum, {}, {}};
-    const double up_bytes =
-        (double)(mx ? quantized_bytes(up[0].quants, 2 * kInner, kHidden) : tiles_bytes(2 * kInner, kHidden));
+    const double up_bytes = (double)bytes_of(up[0]);
     for (int rows : all) {
       route(logits, router, routing, nullptr, rows, 8, queue);
       int tiles = 0;
@@ -125,21 +157,20 @@ int main(int argc, char** argv) {
         const double bytes = up_bytes * touched / kBandwidth, work = 4.0 * rows * kTop * kInner * kHidden / kRate;
         std::printf(
             "%s %d rows, %d experts, %s %d: gate_up %.1f us (%.2f of bytes, %.2f of products), with down %.1f\n",
-            mx ? "mxfp4" : "bf16", rows, touched, name, height, first, bytes / first, work / first, both);
+            format_name, rows, touched, name, height, first, bytes / first, work / first, both);
       };
       if (rows ==
           1) {  // and choosing the experts and adding their results, with the kernels for one row and for several
         const ExpertChoice choice = choose_expert_gemm(chip_of(queue), up[0].kind, kTop, kExperts);
-        if (!mx)
+        if (format == Format::bf16)
           std::printf("bf16 a layer's experts by the kernels for one row: %.1f us\n", time_of([&](int i) {
-                        AS_DTYPE16::gate_row(args(up[i], true), row, queue);
-                        AS_DTYPE16::combine_row(args(down[i], false), row, c, queue);
+                        AS_DTYPE16::gate_row(args(up[i], true, 1), row, queue);
+                        AS_DTYPE16::combine_row(args(down[i], false, 1), row, c, queue);
                       }));
-        std::printf("%s a layer's experts by the kernels for several: %.1f us\n", mx ? "mxfp4" : "bf16",
-                    time_of([&](int i) {
+        std::printf("%s a layer's experts by the kernels for several: %.1f us\n", format_name, time_of([&](int i) {
                       route(logits, router, routing, nullptr, 1, 8, queue);
-                      AS_DTYPE16::gemm_experts(args(up[i], true), kTop, 8, queue, choice.algo);
-                      AS_DTYPE16::gemm_experts(args(down[i], false), kTop, 8, queue, choice.algo);
+                      launch(up[i], true, 1, 8, choice.algo);
+                      launch(down[i], false, 1, 8, choice.algo);
                       AS_DTYPE16::combine_experts(c, 1, queue);
                     }));
       }
@@ -149,21 +180,19 @@ int main(int argc, char** argv) {
           const ExpertChoice choice =
               choose_expert_gemm(chip_of(queue), up[0].kind, rows * kTop, kExperts, algo, height);
           if (height > 2 * usual.tile_rows || 2 * height < usual.tile_rows ||
-              (height == 128 && algo == GemmAlgo::mma) || (algo == GemmAlgo::any && choice.algo == GemmAlgo::mma))
+              (algo == GemmAlgo::mma && (eight || height == 128)) ||
+              (algo == GemmAlgo::any && choice.algo == GemmAlgo::mma))
             continue;
           route(logits, router, routing, nullptr, rows, height, queue);
           check(cudaStreamSynchronize(stream));
-          const double first = time_of([&](int i) {
-            ExpertGemmArgs e = args(up[i], true);
-            AS_DTYPE16::gemm_experts(e, rows * kTop, height, queue, choice.algo);
-          });
+          const double first = time_of([&](int i) { launch(up[i], true, rows, height, choice.algo); });
           show(name_of(choice.algo), height, first, time_of([&](int i) {
-                 AS_DTYPE16::gemm_experts(args(up[i], true), rows * kTop, height, queue, choice.algo);
-                 AS_DTYPE16::gemm_experts(args(down[i], false), rows * kTop, height, queue, choice.algo);
+                 launch(up[i], true, rows, height, choice.algo);
+                 launch(down[i], false, rows, height, choice.algo);
                }));
         }
     }
-    for (const Matrix& m : up) cudaFree(mx ? (void*)m.quants.words : (void*)m.tiles);
-    for (const Matrix& m : down) cudaFree(mx ? (void*)m.quants.words : (void*)m.tiles);
+    for (const Matrix& m : up) cudaFree(m.quants.bits ? (void*)m.quants.words : (void*)m.tiles);
+    for (const Matrix& m : down) cudaFree(m.quants.bits ? (void*)m.quants.words : (void*)m.tiles);
   }
 }
