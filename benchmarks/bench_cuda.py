@@ -89,7 +89,13 @@ class Model:
             values = rng.integers(0, 256, (4096, max(hidden, inner) // 2)).astype(np.uint8)
             scales = rng.integers(118, 122, (4096, max(hidden, inner) // 32)).astype(np.uint8)
 
-        of_head = ("bfloat16", 0) if form == ("float8", 128) else form
+        in_blocks = form == ("float8", 128)
+        of_head = ("bfloat16", 0) if in_blocks else form
+        if in_blocks:
+            quants = rng.integers(0, 120, (4096, max(hidden, inner, heads * dim))).astype(np.uint8)  # up to 240
+            quants += rng.integers(0, 2, quants.shape).astype(np.uint8) << 7
+            scale = np.full((4096, quants.shape[1] // 128), 0.0005, np.float32).view(np.uint32)
+            halves = scale.astype(np.uint16), (scale >> 16).astype(np.uint16)
 
         def matrix(n: int, k: int, experts: int = 1, size: float = 0.035, form: tuple[str, int] = form) -> int:
             if experts > 1 and of_experts[0] == "mxfp4":
@@ -101,6 +107,11 @@ class Model:
             handle = e.add_matrix(experts * n, k, *form, experts)
             if form[0] in ("bfloat16", "float16") and k % 64 == 0:
                 e.fill_noise(handle, size)
+            elif form == ("float8", 128):
+                for first in range(0, experts * n, 4096):
+                    rows = min(4096, experts * n - first)
+                    own = [np.ascontiguousarray(half[:rows, :k // 128]) for half in halves]
+                    e.fill_quantized(handle, np.ascontiguousarray(quants[:rows, :k]), *own, 8, k, 128, first)
             else:
                 for first in range(0, experts * n, 4096):
                     e.fill_rows(handle, [noise[:min(4096, experts * n - first), :k]], "BF16", first)

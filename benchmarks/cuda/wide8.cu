@@ -1,8 +1,8 @@
 // Prefill GEMM of 8-bit floats (native/cuda/kernels/gemm/gemm_8bit_prefill.cu) with each tile size: bits against the
 // stream-K kernel's, error against float64, and speed at the shapes of Qwen2.5-7B.
-// `./wide8 [integers | groups] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`, integers being
-// w8a8's, groups floats with a scale for each 128 columns
-// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
+// `./wide8 [integers | groups | blocks] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`,
+// integers being w8a8's, groups floats with a scale for each 128 columns, blocks the same with equal scales in all rows
+// of a block nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
 //   ../../../native/cuda/kernels/quantize/quantize_rows.cu -o wide8
 #include <algorithm>
 #include <cmath>
@@ -28,7 +28,7 @@ void must(cudaError_t e, const char* what) {
   if (e) printf("%s: %s\n", what, cudaGetErrorString(e)), exit(1);
 }
 
-bool integers, groups;
+bool integers, groups, blocks;
 void stream(const GemmArgs& p, int rows, const Queue& queue) {
   integers ? gemm_integer_stream_k(p, rows, queue) : gemm_float8_stream_k(p, rows, queue);
 }
@@ -46,7 +46,8 @@ __global__ void fill(Quants quants, size_t rows, int columns, uint64_t seed) {
   if (i >= rows * columns / 2) return;
   const int row = i / (columns / 2), column = i % (columns / 2) * 2;
   const size_t word = word_of(quants, row, column, blocks_of(columns));
-  const float low = noise(2 * i + seed), high = noise(2 * i + 1 + seed), scale = 1e-3f * (1 + row % 7);
+  const float low = noise(2 * i + seed), high = noise(2 * i + 1 + seed),
+              scale = 1e-3f * (1 + (quants.in_blocks ? row / kBlock + row % 16 / 8 : row) % 7);
   const int of_low = quants.floats ? to_e4m3(low * 100) : min(max((int)(128 + low * 40), 0), 255),
             of_high = quants.floats ? to_e4m3(high * 100) : min(max((int)(128 + high * 40), 0), 255);
   reinterpret_cast<uint16_t*>(quants.words)[word * 2 + bit_of(8, column) / 16] = of_low | of_high << 8;
@@ -105,11 +106,12 @@ struct Problem {
   char* bytes;
 
   Problem(int n, int k, int rows, bool gated, bool adds, bool bias, int count = 1) : rows(rows) {
-    const int blocks = (rows + 127) / 128 * 128;
+    const int whole_rows = (rows + 127) / 128 * 128;
     p.w.n = n, p.w.k = k, p.w.kind = integers ? Kind::integers : Kind::float8,
     p.w.max_split_k = quant_split_k(n, k, kMaxSplitK);
     const int group = groups ? kFloatGroup : k, count_of = (k + group - 1) / group;
-    p.w.quants = {8, group, count_of, !integers, true, false, nullptr, memory<uint32_t>(scales_bytes(n, count_of))};
+    p.w.quants = {8,     group, count_of, !integers, true, false, nullptr, memory<uint32_t>(scales_bytes(n, count_of)),
+                  blocks};
     for (int i = 0; i < count; i++) {
       copies.push_back(memory<uint32_t>(quants_bytes(n, k, 8)));
       p.w.quants.words = copies.back();
@@ -120,7 +122,7 @@ struct Problem {
     p.x = {(float*)x, nullptr, k};
     quantize(rows);
     const int width = gated ? n / 2 : n;
-    y_bytes = gated ? tiles_bytes(blocks, width) : (size_t)rows * width * 4;
+    y_bytes = gated ? tiles_bytes(whole_rows, width) : (size_t)rows * width * 4;
     y = memory<char>(y_bytes);
     p.gated = gated, p.adds = adds;
     p.y = {gated ? nullptr : (float*)y, gated ? (uint16_t*)y : nullptr, width};
@@ -162,6 +164,8 @@ std::vector<Way> ways(const Problem& a, bool streams) {
   };
   if (integers)
     for (const Choice& c : kOfIntegers) add(c);
+  else if (blocks)
+    for (const Choice& c : kOfFloatBlocks) add(c);
   else if (groups)
     for (const Choice& c : kOfFloatGroups) add(c);
   else
@@ -339,7 +343,7 @@ int main(int argc, char** argv) {
       if (!strcmp(argv[i], what)) return true;
     return false;
   };
-  integers = asked("integers"), groups = asked("groups");
+  integers = asked("integers"), blocks = asked("blocks"), groups = blocks || asked("groups");
   const char* only = "";
   std::vector<int> sizes;
   for (int i = 1; i < argc; i++) {

@@ -210,7 +210,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   check(cudaStreamSynchronize(nullptr), "copying rows");
   const Queue queue = device_.queue();
   GemmArgs p;
-  p.w = m, p.bias = bias ? added.as<float>() : nullptr;
+  p.w = m, p.w.quants.in_blocks = has_block_scales(m, queue), p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   const Memory values16(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
   if (rounded) p.y = {nullptr, values16.as<uint16_t>(), m.n, m.dtype};

@@ -167,6 +167,26 @@ def test_float8_blocks_of_a_checkpoint():
         gpu.fill_quantized(gpu.add_matrix(n, 256, "float8", 128), codes, *halves, 8, k, 128, 0, 64)
 
 
+@pytest.mark.parametrize("n, k, paired", [(300, 520, False), (300, 512, True), (4700, 1536, False), (260, 4096, True),
+                                          (9000, 2816, True)])
+def test_products_of_float8_blocks(n, k, paired):
+    """Kernels with fewer products of scales for equal scales in a block, also if gate and up rows are interleaved."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    quants = rng.integers(0, 0x78, (n, k)).astype(np.uint8) | rng.integers(0, 2, (n, k)).astype(np.uint8) << 7
+    scales = np.repeat(rng.uniform(1e-4, 2e-4, (-(-n // 64), -(-k // 128))), 64, 0)[:n].astype(np.float32)
+    if paired:
+        scales[np.arange(n) % 16 >= 8] *= np.float32(3)
+    words, handle = scales.view(np.uint32), gpu.add_matrix(n, k, "float8", 128)
+    gpu.fill_quantized(handle, quants, words.astype(np.uint16), (words >> 16).astype(np.uint16), 8, k, 128, 0)
+    x = rng.normal(size=(301, k)).astype(np.float32)
+    every = gpu.multiply(handle, x, n)
+    expected = as_float8(x, 128).astype(float) @ rows_of(gpu, handle, n).astype(float).T
+    assert np.abs(every - expected).max() < 3e-3 * np.sqrt(np.mean(expected**2))
+    for rows in (1, 30, 64, 65, 129, 301):
+        for algo in ("any", "stream_k", "prefill"):
+            assert gpu.multiply(handle, x[:rows], n, None, algo).tobytes() == every[:rows].tobytes(), (rows, algo)
+
+
 @pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("int4", 64), ("int8", 0), ("w8a8", 0),
                                          ("w4a8", 64)])
 @pytest.mark.parametrize("n, k", [(17004, 700), (3700, 2900), (9000, 1536)])

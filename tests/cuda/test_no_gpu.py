@@ -263,8 +263,9 @@ AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0
     ({}, (3584, 3584, "w8a8"), {}, [(1, "gemv, quantizes"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
     ({}, (4608, 3584, "float8"), {"normed": True},
      [(1, "gemv, norms"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
-    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (64, "stream_k"), (None, "prefill")]),
-    ({}, (3584, 3584, "float8", 128), {}, [(64, "stream_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (128, "stream_k"), (None, "prefill")]),
+    ({}, (3584, 3584, "float8", 128), {}, [(24, "stream_k"), (None, "prefill")]),
+    ({}, (3584, 18944, "float8", 128), {}, [(48, "stream_k"), (None, "prefill")]),
     ({}, (3584, 1344, "float8", 128), {}, [(None, "stream_k")]),  # steps of prefill are whole groups
     ({}, (4608, 3584, "w4a8", 64), {"normed": True}, [(1, "stream_k, norms"), (None, "stream_k")]),
     (AMPERE, (3584, 3584, "bfloat16"), {}, [(None, "mma")]),

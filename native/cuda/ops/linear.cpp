@@ -38,7 +38,8 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   const bool gated = is_gated(b.ops, b.weights, i);
   if (gated && b.paired.insert(op.weights[0]).second) b.weights.pair(op.weights[0]);
   GemmArgs p;
-  p.w = b.matrix(op), p.bias = b.vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
+  p.w = b.matrix(op), p.w.quants.in_blocks = has_block_scales(p.w, b.queue);
+  p.bias = b.vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
   p.x = x.rows;
   p.y = sum ? b.in(b.ops[*sum]).rows : partial_of(b, i).value_or(b.out(b.ops[gated ? i + 1 : i]).rows);
   if (!gated && b.paired.count(op.weights[0])) {  // an adapter adds to the columns before the activation

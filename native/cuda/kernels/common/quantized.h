@@ -37,6 +37,7 @@ struct Quants {
   bool mx = false;            // MXFP4, with scales among the words
   uint32_t* words = nullptr;
   uint32_t* scales = nullptr;
+  bool in_blocks = false;  // e4m3 in groups with the same scales in all rows of a block; see has_block_scales()
 };
 
 constexpr int kFloatGroup = 128;  // columns of a group of e4m3 values

@@ -35,15 +35,16 @@ AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 // Split-K parts of a sum: there is only one, or a CTA adds one after the other, or CTAs of a cluster compute one each.
 enum class Sums { whole, chained, beside };
 
-// Integers, and floats with a scale for each row or for each group, which is a step of K then.
-enum class Form { integers, floats, float_groups };
+// Integers, and floats with a scale for each row or for each group, which is a step of K then; float_blocks: and all
+// rows of a block have the same scales (has_block_scales()), so that fewer products of scales are to be computed.
+enum class Form { integers, floats, float_groups, float_blocks };
 
 // A tile has kColumns columns. A cluster has kDown tiles of rows by kAcross tiles of columns; with Sums::beside it has
 // one CTA for each split-K part of each tile.
 template <Form kForm_, int kColumns_, Sums kSums_, int kDown_, int kAcross_>
 struct Shape {
   static constexpr Form kForm = kForm_;
-  static constexpr bool kFloats = kForm != Form::integers, kScaled = kForm == Form::float_groups;
+  static constexpr bool kFloats = kForm != Form::integers, kScaled = kForm > Form::floats;
   using Sum = std::conditional_t<kFloats, float, int>;
   static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   static constexpr Sums kSums = kSums_;
@@ -61,6 +62,8 @@ struct Shape {
   static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
   // Threads that tell of each warpgroup that a stage is empty: with groups, each warp reads scales in its own time.
   static constexpr int kTellers = kScaled ? 4 : 1;
+  // With groups, warpgroups take turns to multiply: one adds its sums to totals while the other one multiplies.
+  static constexpr bool kTurns = kScaled;
   // Registers of a thread for sums: those of products, and with groups those of the split-K part.
   static constexpr int kSumRegisters = kColumns / 2 * (kScaled ? 2 : 1);
   // kTotals: a thread's sums over split-K parts. It keeps kKept of them in registers and the others in shared memory.
@@ -87,6 +90,16 @@ Walk walk_of(int rows, const SplitK& k, int columns) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Arrives without a branch, which there must not be between wgmma instructions in flight.
+__device__ inline void barrier_arrive_if(uint64_t* barrier, bool arrives) {
+  asm volatile(
+      "{ .reg .pred arrives;\n"
+      "setp.ne.b32 arrives, %1, 0;\n"
+      "@arrives mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(shared_address(barrier)),
+      "r"((int)arrives)
+      : "memory");
+}
+
 constexpr int kCopiers = 4;  // threads that copy
 constexpr int kPlaces = 16;
 
@@ -165,16 +178,30 @@ __device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs
                                   byte_descriptor(theirs + i * kAtOnce * kByteRow), adds);
 }
 // Adds a step's sums d, a group's, times the scales of the tile's columns and of the thread's two rows.
-template <int kColumns>
+template <bool kBlocks, int kColumns>
 __device__ void add_groups(uint32_t of_columns, const float (&of_rows)[2], const float (&d)[kColumns / 2],
                            float (&sums)[kColumns / 2]) {
+  if constexpr (kBlocks) {  // of 16 columns the first eight have one scale, and so have the others
 #pragma unroll
-  for (int c = 0; c < kColumns; c += 16) {
-    uint32_t scales[4];
-    read_scales(of_columns, c, scales);
+    for (int c = 0; c < kColumns; c += kBlock) {
+      const uint2 scales = load_8(of_columns + c * 4);
+      float products[2][2];
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-      add_group(sums[c / 2 + j], __uint_as_float(scales[j / 4 * 2 + j % 2]), of_rows[j % 4 / 2], d[c / 2 + j]);
+      for (int h = 0; h < 2; h++)
+        products[0][h] = __fmul_rn(__uint_as_float(scales.x), of_rows[h]),
+        products[1][h] = __fmul_rn(__uint_as_float(scales.y), of_rows[h]);
+#pragma unroll
+      for (int i = c / 2; i < (c + kBlock) / 2; i++) sums[i] = __fmaf_rn(d[i], products[i % 8 / 4][i % 4 / 2], sums[i]);
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < kColumns; c += 16) {
+      uint32_t scales[4];
+      read_scales(of_columns, c, scales);
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        add_group(sums[c / 2 + j], __uint_as_float(scales[j / 4 * 2 + j % 2]), of_rows[j % 4 / 2], d[c / 2 + j]);
+    }
   }
 }
 template <bool kScaled, typename Scaled, typename Sums>
@@ -245,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
                 kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ uint64_t full[kStages], empty[kStages], turns[kGroups];
   // Positions of tiles. A copying thread computes them: the divisions would delay the warpgroups that multiply.
   __shared__ TilePart places[kPlaces];
   static_assert(kPlaces >= kStages + 2);  // each tile in flight has at least one stage
@@ -264,6 +291,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // warpgroups of all CTAs that share operands have read it.
     for (int i = 0; i < kStages; i++)
       barrier_init(&full[i], kCopiers), barrier_init(&empty[i], kSharers * kGroups * S::kTellers);
+    for (int i = 0; i < kGroups; i++) barrier_init(&turns[i], 4);  // one of each warp of the other warpgroup
     barriers_are_there();
   }
   __syncthreads();
@@ -337,6 +365,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_wait(&full[0], 0);
     const int begun = places[0].begin, steps = (places[0].end - begun) / kStep;
     const bool apart = !S::kBeside && steps > S::kAhead;
+    // The first warpgroup takes no turn in as many steps at the beginning of a tile, the second one at its end: then
+    // the other one writes results.
+    const int ahead = apart ? S::kAhead : 0;
+    const bool tells_turn = threadIdx.x % 32 == 0;
+    int turn = 0;
+    if (S::kTurns && group == 1 && tells_turn) barrier_arrive(&turns[0]);
     if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
     for (int number = 0; number < count; number++) {
       barrier_wait(&full[ring.stage], ring.parity);
@@ -370,20 +404,36 @@ __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (S::kScaled) {
           const int row = at.row + group * kBlock + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
           const size_t stride = (size_t)blocks_of(rows) * kBlock;
+          const int steps_of_tile = (at.end - at.begin) / kStep;
+          const float* from = p.bytes.sums + (b + kStep - 1) * stride + (there ? row : 0);
+          float of_rows[2] = {from[0], from[8]};
           forget(d), forget(scaled);
 #pragma unroll 1
           for (; b < end; b += kStep, ring.next()) {
+            const int step = (b - at.begin) / kStep;
+            const bool waits = S::kTurns && (group == 0 ? step >= ahead : step < steps_of_tile - ahead);
             barrier_wait(&full[ring.stage], ring.parity);
+            // The next step's scales, which may come late.
+            if (b + kStep < end) from += kStep * stride;
+            const float next[2] = {from[0], from[8]};
+            if (waits) barrier_wait(&turns[group], turn), turn ^= 1;
             if (there) {
-              const float* from = p.bytes.sums + (b + kStep - 1) * stride + row;
-              const float of_rows[2] = {from[0], from[8]};
               begin_wgmma();
-              multiply_block(0, false), multiply_block(1, true);
+              multiply_block(0, false);
               commit_wgmma();
+              multiply_block(1, true);
+              commit_wgmma();
+              // The other's products begin while this one's last ones are computed.
+              wait_wgmma<1>();
+              barrier_arrive_if(&turns[group ^ 1], waits && tells_turn);
               wait_wgmma<0>();
               settle(d);
-              add_groups<kColumns>(stages + ring.stage * S::kStageBytes + S::kScalesAt, of_rows, d, scaled);
+              add_groups<S::kForm == Form::float_blocks, kColumns>(stages + ring.stage * S::kStageBytes + S::kScalesAt,
+                                                                   of_rows, d, scaled);
+            } else {
+              barrier_arrive_if(&turns[group ^ 1], waits && tells_turn);
             }
+            of_rows[0] = next[0], of_rows[1] = next[1];
             release(ring.stage);
             if (group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart)
               asm volatile("bar.arrive 1, 256;" ::: "memory");
@@ -585,6 +635,12 @@ constexpr Choice kOfFloatGroups[] = {
     choice<Form::float_groups, 128, Sums::chained, 2, 1>(),
     choice<Form::float_groups, 128, Sums::beside, 1, 1>(),
 };
+constexpr Choice kOfFloatBlocks[] = {
+    choice<Form::float_blocks, 192, Sums::whole, 2, 1>(),
+    choice<Form::float_blocks, 128, Sums::whole, 2, 1>(),
+    choice<Form::float_blocks, 128, Sums::chained, 2, 1>(),
+    choice<Form::float_blocks, 128, Sums::beside, 1, 1>(),
+};
 constexpr Choice kOfIntegers[] = {
     choice<Form::integers, 256, Sums::whole, 2, 1>(),   choice<Form::integers, 192, Sums::whole, 2, 1>(),
     choice<Form::integers, 224, Sums::chained, 2, 1>(), choice<Form::integers, 192, Sums::chained, 2, 1>(),
@@ -609,7 +665,8 @@ void start_best(const Choice (&choices)[kCount], const GemmArgs& p, int rows, co
 }  // namespace
 
 void gemm_float8_prefill(const GemmArgs& p, int rows, const Queue& queue) {
-  if (p.w.has_float_groups()) start_best(kOfFloatGroups, p, rows, queue);
+  if (p.w.quants.in_blocks) start_best(kOfFloatBlocks, p, rows, queue);
+  else if (p.w.has_float_groups()) start_best(kOfFloatGroups, p, rows, queue);
   else start_best(kOfFloats, p, rows, queue);
 }
 void gemm_integer_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kOfIntegers, p, rows, queue); }

@@ -27,6 +27,10 @@ void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* o
 void place_mx_rows(const uint8_t* values, const uint8_t* scales, int count, const Matrix& matrix, int first,
                    const Queue& queue);
 
+// Whether e4m3 in groups has the same scales in all rows r of a 64-row block with r % 16 < 8, and in all others: so it
+// is with FP8 in blocks of 128 x 128, also with gate and up rows interleaved. Waits for the device.
+bool has_block_scales(const Matrix& matrix, const Queue& queue);
+
 struct GemmArgs;
 
 // 8-bit rows of activations (kernels/gemm/gemm_integer.h), sums of their segments, and a scale for each row. For

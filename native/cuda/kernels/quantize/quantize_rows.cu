@@ -164,12 +164,37 @@ void quantize_rows(const GemmArgs& p, int rows, const Queue& queue) {
   else quantize<false, kTiles, 512, 3>(p.x, {}, p, rows, queue);
 }
 
+// A thread compares a word with that of the same row of the block's first tile's first or second half.
+__global__ void block_scales_kernel(const uint32_t* scales, int n, int groups, int* differ) {
+  const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  const int block = (int)(i / kScaleWords) / groups, word = i % kScaleWords;
+  const int row = block * kBlock + word / kTileRows * kTileRows + word % kTileRows / 2 + word % 2 * 8;
+  if (row < n && scales[i] != scales[i - word + word % 2]) *differ = 1;
+}
+
 constexpr int kFewThreads = 256, kManyThreads = 512;  // threads that normalize a row; they determine the order of sums
 
 }  // namespace
 
 void quantize_activations(const GemmArgs& p, int rows, const Queue& queue) {
   p.x.tiles ? quantize_rows<true>(p, rows, queue) : quantize_rows<false>(p, rows, queue);
+}
+
+bool has_block_scales(const Matrix& m, const Queue& queue) {
+  constexpr int kThreads = 256;
+  if (!m.has_float_groups()) return false;
+  int *differ = nullptr, found = 1;
+  if (cudaMallocAsync(reinterpret_cast<void**>(&differ), sizeof(int), queue.stream) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  cudaMemsetAsync(differ, 0, sizeof(int), queue.stream);
+  block_scales_kernel<<<ceil_div(blocks_of(m.n) * m.quants.groups * kScaleWords, kThreads), kThreads, 0,
+                        queue.stream>>>(m.quants.scales, m.n, m.quants.groups, differ);
+  launched("has_block_scales");
+  cudaMemcpyAsync(&found, differ, sizeof(int), cudaMemcpyDeviceToHost, queue.stream);
+  cudaFreeAsync(differ, queue.stream);
+  return cudaStreamSynchronize(queue.stream) == cudaSuccess && !found;
 }
 
 bool norms_into_bytes(int width) { return width <= kManyThreads * kChunkColumns; }
