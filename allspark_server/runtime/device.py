@@ -43,7 +43,8 @@ class Device:
     isa: the name of its kernels, for users. half: the type that float16 checkpoints are computed in. step_tokens:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
-    full length needs it. host_memory: it computes in host memory, of which a host cache takes a part.
+    full length needs it. latent_caches: the types of a cache for latent attention. host_memory: it computes in host
+    memory, of which a host cache takes a part.
     """
 
     isa: str
@@ -53,6 +54,7 @@ class Device:
     step_tokens = 256
     most_rows = 2**31 - 1
     cache_share, largest_cache_share = 0.6, 0.9
+    latent_caches: tuple[str, ...] = ("float32", "bfloat16")
     host_memory = True
     _library: Any  # the native library for the device
 
@@ -146,6 +148,10 @@ class Device:
         """
         return form
 
+    def head_form(self, form: WeightFormat) -> WeightFormat:
+        """The format on this device of a stack with a matrix for each head (`head_linear`) that is stored as `form`."""
+        return form
+
     def unquantized_dtype(self, dtype: str) -> str:
         """The type of unquantized weights in a model with quantized ones. dtype: the type they would have otherwise."""
         return dtype
@@ -223,6 +229,7 @@ class Gpu(Device):
     half = "float16"
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
+    latent_caches = UNQUANTIZED
     cache_share = largest_cache_share = 0.95
     host_memory = False
 
@@ -262,13 +269,13 @@ class Gpu(Device):
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 
-    def latent_span_bytes(self, span_size: int, op: Op, dtype: str) -> int:
-        """See `Device.latent_span_bytes`."""
-        raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "latent attention is not available on CUDA yet")
-
     def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
         """See `Device.form_of`."""
         return gpu_form(form, experts, self._capability, firsts)
+
+    def head_form(self, form: WeightFormat) -> WeightFormat:
+        """See `Device.head_form`."""
+        return WeightFormat(RECOVERED) if form.quantized else form
 
     def unquantized_dtype(self, dtype: str) -> str:
         """See `Device.unquantized_dtype`."""
@@ -323,7 +330,7 @@ class Gpu(Device):
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """See `Device.activation_bytes`."""
         config, net = model.config, model.graph.config
-        split = self._library.partial_bytes(net.head_dim) * net.num_kv_heads
+        split = self._split_bytes(model)
         partials = split * self._library.most_kv_splits(config.engine_max_batch, config.engine_max_length, split)
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
@@ -334,6 +341,16 @@ class Gpu(Device):
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
                 + model.span_bytes(self)  # a span of zeros stands for positions that windows have left behind
                 + self._widened_bytes(model, rows, outputs) + self._delta_bytes(model, rows))
+
+    def _split_bytes(self, model: RankModel) -> int:
+        """Bytes of the partial results of one KV split, of all heads."""
+        net, graph = model.graph.config, model.graph
+        latent = next((op for op in graph.ops if op.type == "latent_attention"), None)
+        if latent is None:
+            return self._library.partial_bytes(net.head_dim) * net.num_kv_heads
+        dim = int(latent.attrs["latent_dim"])
+        heads = graph.tensors[latent.outputs[0]].width_of(model.rank, model.world) // dim
+        return self._library.partial_bytes(dim) * self._library.latent_head_tiles(heads)
 
     def _delta_bytes(self, model: RankModel, rows: int) -> int:
         """Bytes of the workspace for prompts of layers with the gated delta rule."""

@@ -222,11 +222,14 @@ def _variant(weights: str, group: int, empty: Callable = _on_cpu, long: bool = F
     return e
 
 
-def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu) -> Any:
-    """An executor with a layer of latent attention, and experts in groups that count as much as their best one."""
+def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu,
+            row: tuple[int, int] = (HEAD_DIM // 2, 3 * HEAD_DIM)) -> Any:
+    """An executor with a layer of latent attention, and experts in groups that count as much as their best one. row:
+    features of rotated keys and of latents.
+    """
     native, e = native_library(), empty()
     matrix, vector = _weights_of(e, weights, group, iter(range(301, 400)))
-    rope, latent = HEAD_DIM // 2, 3 * HEAD_DIM
+    rope, latent = row
     x, y, queries, kept, absorbed, recalled, context, last, logits = (e.add_tensor(size, rows) for size, rows in (
         (HIDDEN, False), (HIDDEN, False), (HEADS * (rope + HEAD_DIM), False), (latent + rope, False),
         (HEADS * latent, False), (HEADS * latent, False), (HEADS * HEAD_DIM, False), (HIDDEN, True), (VOCAB, True)))
@@ -454,6 +457,8 @@ def gpu_digests(index: int) -> dict[str, str]:
     found = {f"weights {weights}": _run(_executor(weights, 0, "float32", empty=empty), (3, 37, 1, 290))
              for weights in UNQUANTIZED}
     found["recurrent"] = _run(_recurrent("float32", 0, empty, (0,)), (3, 63, 130))
+    found["latent"] = _run(_latent("float32", 0, "float32", empty), (3, 63, 130), groups=2)
+    found["latent mma"] = _run(_latent("bfloat16", 0, "bfloat16", empty, (64, 512)), (3, 63, 290), groups=2)
     found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache, empty=empty), (LONG,)) for cache in UNQUANTIZED}
     parts, norm = fixed_values((3, 5, 200), 1), fixed_values((200,), 3)
     for dtype in UNQUANTIZED:

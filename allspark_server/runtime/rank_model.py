@@ -65,7 +65,11 @@ class RankModel:
         if (stored is not None and stored.is_foreign) or (form.quantized and unquantized not in UNQUANTIZED_DTYPES):
             unquantized = device.unquantized_dtype(unquantized)
 
+        head_matrices = {name for op in graph.ops if op.type == "head_linear" for name in op.weights}
+
         def form_of(weight: Weight, form: WeightFormat) -> WeightFormat:
+            if weight.name in head_matrices:
+                return device.head_form(form)
             firsts = [weight.column_range_of(rank, self.world)[0] for rank in range(self.world)]
             return device.form_of(form, bool(weight.experts), firsts)
 
@@ -80,11 +84,11 @@ class RankModel:
         computed = unquantized if form.quantized else self.weight_dtype
         plain = computed if config.cache_dtype == "auto" else config.cache_dtype
         self.cache_dtype = QUANTIZED_CACHES.get(config.cache_mode, plain)
-        if self.cache_dtype not in ("float32", "bfloat16") and any(
+        if self.cache_dtype not in device.latent_caches and any(
                 group.kind == "latent" for group in self.graph.cache_groups):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
-                                "float32 or bfloat16")
+                                f"{' or '.join(device.latent_caches)}")
 
     def _tell_of_cut_blocks(self, device: Device) -> None:
         """Logs which matrices of a quantized checkpoint would stay quantized if ranks' slices began elsewhere."""

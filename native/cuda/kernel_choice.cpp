@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "cuda/kernels/attention/decode_plan.h"
+#include "cuda/kernels/attention/latent_plan.h"
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
 
@@ -215,6 +216,12 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool
   return choice;
 }
 
+AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim) {
+  const bool has_mma = type == CacheType::dtype16 && latent_dim == kLatentDim && rope_dim == kLatentRope &&
+                       latent_fits(chip.shared_bytes, 1);
+  return has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;
+}
+
 GemmTable gemm_table(const Chip& chip, const Gemm& gemm) {
   return ranges_of<GemmChoice>(kManyRows, [&](int rows) { return choose_gemm(chip, gemm, rows); });
 }
@@ -244,6 +251,17 @@ AttentionChoice KernelTable::attention(const LayerCache& cache, int group, bool 
   return choice;
 }
 
+AttentionAlgo KernelTable::latent_attention(const LayerCache& cache, int group) {
+  const AttentionAlgo algo = choose_latent_attention(chip, cache.type, cache.head_dim, cache.rope_dim);
+  const std::string shape = std::string(cache.type == CacheType::f32 ? "float32" : "16 bits") + ", rows of " +
+                            std::to_string(cache.head_dim) + " + " + std::to_string(cache.rope_dim) + ", tiles of " +
+                            std::to_string(group) + " heads";
+  for (const auto& [other, _] : latents_)
+    if (other == shape) return algo;
+  latents_.emplace_back(shape, algo);
+  return algo;
+}
+
 std::vector<KernelTable::Row> rows_of(const Gemm& g, const GemmTable& table) {
   std::vector<KernelTable::Row> rows;
   add_rows(rows, "linear", shape_of(g.w), table, [&](const GemmChoice& choice) {
@@ -265,6 +283,7 @@ std::vector<KernelTable::Row> KernelTable::rows() const {
                    std::string(name_of(choice.decode)) + (choice.stores ? ", stores" : "")});
     all.push_back({"span_attention", shape + ", prefill", 1, 0, name_of(choice.prefill)});
   }
+  for (const auto& [shape, algo] : latents_) all.push_back({"latent_attention", shape, 1, 0, name_of(algo)});
   return all;
 }
 

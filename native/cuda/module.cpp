@@ -161,6 +161,17 @@ void bind_kernel_choice(py::module_& m) {
       py::arg("chip"), py::arg("cache_dtype"), py::arg("head_dim"), py::arg("group"), py::arg("biased") = false,
       "Which kernels compute an attention. group: query heads of a KV head; biased: with ALiBi slopes or sinks.");
   m.def(
+      "latent_kernels",
+      [](const Chip& chip, const std::string& cache_dtype, int latent_dim, int rope_dim, int heads) {
+        KernelTable table(chip);
+        LayerCache cache;
+        cache.type = cache_type_of(cache_dtype), cache.head_dim = latent_dim, cache.rope_dim = rope_dim;
+        table.latent_attention(cache, LatentHeads(heads).group);
+        return to_list(table.rows());
+      },
+      py::arg("chip"), py::arg("cache_dtype"), py::arg("latent_dim"), py::arg("rope_dim"), py::arg("heads"),
+      "Which kernels compute a latent attention.");
+  m.def(
       "expert_kernels",
       [](const Chip& chip, int n, int k, const std::string& dtype, int group_size, int experts) {
         KernelTable table(chip);
@@ -380,6 +391,15 @@ PYBIND11_MODULE(_cuda, m) {
         "The rows that a decode step of `rows` rows is padded to, if no step has more than `most`.");
   m.def("span_bytes",
         [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_type_of(dtype)); });
+  m.def(
+      "latent_span_bytes",
+      [](int size, int width, const std::string& dtype) {
+        return latent_span_bytes(size, width, cache_type_of(dtype));
+      },
+      py::arg("span_size"), py::arg("width"), py::arg("dtype"), "As the CPU backend's.");
+  m.def(
+      "latent_head_tiles", [](int heads) { return LatentHeads(heads).tiles; },
+      "In latent attention, so many heads have partial results like this number of KV heads.");
   m.def(
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
       "Bytes that attention takes for partial results of a sequence, KV head and KV split.");

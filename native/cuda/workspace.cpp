@@ -22,8 +22,34 @@ bool is_gemm(const OpNode& op) { return op.is(Op::linear) || op.is(Op::expert_li
 
 void refuse(const std::string& feature) { throw std::invalid_argument("the CUDA backend has no " + feature); }
 
+// The cache of an op with attention, without memory. Throws std::invalid_argument for sizes that no kernel supports.
+static LayerCache cache_of(const Program& program, const OpNode& op, const Limits& limits) {
+  const bool latent = op.is(Op::latent_attention);
+  LayerCache layer{nullptr, limits.cache_type, limits.span_size, 0, 0, 0};
+  layer.head_dim = op.integer(latent ? "latent_dim" : "head_dim"), layer.dtype = limits.cache_dtype;
+  if (latent) layer.rope_dim = op.integer("rope_dim");
+  layer.kv_heads = latent ? LatentHeads(latent_heads(program, op)).tiles : op.integer("kv_heads");
+  const int row = layer.head_dim + layer.rope_dim, most = latent ? kLargestRow : kLargestHead;
+  layer.padded_dim = (row + 7) / 8 * 8;
+  if (row > most)
+    refuse((latent ? "latents with rotated keys, together of " : "heads of ") + std::to_string(row) +
+           " features, at most " + std::to_string(most));
+  if (latent && layer.bits() < 16) refuse("latent attention with a cache of 8 or 4 bits");
+  return layer;
+}
+
+int latent_heads(const Program& program, const OpNode& op) {
+  return program.tensors()[op.outputs[0]].width / op.integer("latent_dim");
+}
+
 size_t span_bytes(int span_size, int head_dim, CacheType type) {
   LayerCache one{nullptr, type, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
+  return one.span_bytes();
+}
+
+size_t latent_span_bytes(int span_size, int width, CacheType type) {
+  LayerCache one{nullptr, type, span_size, 1, width - 1, (width + 7) / 8 * 8};
+  one.rope_dim = 1;
   return one.span_bytes();
 }
 
@@ -90,7 +116,7 @@ void Workspace::check_limits() const {
   if (program.ops().empty() || !program.ops().back().is(Op::sample))
     throw std::invalid_argument("the op list must end with sample");
   for (const CacheGroup& group : program.cache_groups())
-    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
+    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding && group.kind != CacheKind::latent)
       refuse(std::string("cache group of kind ") + name_of(group.kind));
   for (const TensorSpec& tensor : program.tensors())
     if (tensor.type != TensorType::float32) refuse(std::string("tensors of ") + name_of(tensor.type));
@@ -211,18 +237,17 @@ void Workspace::allocate_cache() {
   size_t bytes = 0, partial = 0;
   int attentions = 0;
   for (const OpNode& op : program.ops()) {
-    if (!op.is(Op::span_attention)) continue;
-    LayerCache layer{nullptr, limits.cache_type, limits.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
-    layer.padded_dim = (layer.head_dim + 7) / 8 * 8, layer.dtype = limits.cache_dtype;
-    if (layer.head_dim > kLargestHead)
-      refuse("heads of " + std::to_string(layer.head_dim) + " features, at most " + std::to_string(kLargestHead));
-    const int heads = shared_heads(op).group;
+    const bool latent = op.is(Op::latent_attention);
+    if (!latent && !op.is(Op::span_attention)) continue;
+    const LayerCache layer = cache_of(program, op, limits);
+    const int heads = latent ? LatentHeads(latent_heads(program, op)).group : shared_heads(op).group;
     if (attentions++ && heads != group) refuse("layers of different numbers of query heads to a KV head");
     group = heads;
     const auto [same, fresh] = by_layer.emplace(op.integer("layer"), layer);  // cache groups share the spans
-    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads)
-      throw std::invalid_argument("op span_attention: layer " + std::to_string(op.integer("layer")) +
-                                  " is of another size in another cache group");
+    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads ||
+        same->second.rope_dim != layer.rope_dim)
+      throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " +
+                                  std::to_string(op.integer("layer")) + " is of another size in another cache group");
     if (fresh) bytes += layer.span_bytes() * spans;
     partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
     kv_heads = std::max(kv_heads, layer.kv_heads);
@@ -231,7 +256,7 @@ void Workspace::allocate_cache() {
   char* next = cache.as();
   for (auto& [index, layer] : by_layer) {
     if (index != (int)layers.size())
-      throw std::invalid_argument("op span_attention: layer " + std::to_string(index) + " of a model with " +
+      throw std::invalid_argument("op of attention: layer " + std::to_string(index) + " of a model with " +
                                   std::to_string(by_layer.size()));
     layer.data = next, next += layer.span_bytes() * spans;
     layers.push_back(layer);

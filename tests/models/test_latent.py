@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from allspark_client import AsCacheMode
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
-from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
 from support.checkpoints import (
     LATENT,
@@ -164,13 +163,3 @@ def test_a_quantized_kv_b_proj_of_another_shape_is_refused(tmp_path):
 def test_a_quantized_latent_cache_is_refused():
     with pytest.raises(AllSparkError, match="is not available for latent attention"):
         Driver(checkpoint("deepseek-v3"), 1, cache_mode=AsCacheMode.AsCacheQuantI8)
-
-
-def test_gpus_are_refused():
-    """Without a GPU: the device's own answer."""
-    from allspark_server.runtime.device import Gpu
-
-    graph = open_model(str(checkpoint("deepseek-v3"))).graph
-    op = next(op for op in graph.ops if op.type == "latent_attention")
-    with pytest.raises(AllSparkError, match="latent attention is not available on CUDA yet"):
-        Gpu.latent_span_bytes(object.__new__(Gpu), 16, op, "bfloat16")

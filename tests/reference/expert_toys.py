@@ -10,7 +10,8 @@ from reference.toy import ALL, Toy
 
 VOCAB = 53
 ROUTERS = [{"normalized": True}, {}, {"scale": 2.5}, {"scores": "sigmoid"}, {"scores": "sigmoid", "normalized": True},
-           {"groups": 4, "top_groups": 2}, {"groups": 12, "top_groups": 7, "scores": "sigmoid", "normalized": True}]
+           {"groups": 4, "top_groups": 2}, {"groups": 4, "top_groups": 2, "group_scores": "largest"},
+           {"groups": 12, "top_groups": 7, "scores": "sigmoid", "normalized": True}]
 SIZES = [(1, 1, 1, 1), (3, 2, 7, 5), (10, 3, 24, 31), (5, 5, 97, 48), (33, 8, 64, 40), (128, 8, 70, 96)]
 WHOLE = [(0, 4), (3, 5), (9, 1), (0, 10)]  # of 10 experts those that a rank has: the first, and how many
 

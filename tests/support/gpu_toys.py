@@ -26,7 +26,9 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
     from the values first given, because quantizing recovered values again may change them.
     """
     found, given = executor(), own.__dict__.setdefault("given", {})
-    stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
+    matrices = {"expert_linear": "experts", "head_linear": "heads"}
+    stacks = {op["weights"][0]: op["attributes"][matrices[op["name"]]] for op in own.program.ops
+              if op["name"] in matrices}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
         values, recovered = given.get(handle, (None, None))
         if own.weights[handle] is not recovered:

@@ -66,8 +66,21 @@ void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile*
                       const Queue& queue) {
   AS_CALL(a.cache.dtype, store_and_attend, a, rope, tiles, count, sharers, queue);
 }
+void store_latent(const Attention& a, const int* where, int rows, const Queue& queue) {
+  AS_CALL(a.cache.dtype, store_latent, a, where, rows, queue);
+}
+void attend_latent_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
+                          const Queue& queue) {
+  AS_CALL(a.cache.dtype, attend_latent_decode, a, algo, tiles, count, sharers, queue);
+}
+void attend_latent_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count,
+                           const Queue& queue) {
+  AS_CALL(a.cache.dtype, attend_latent_prefill, a, algo, tiles, count, queue);
+}
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }
+
+void gemm_heads(const HeadGemm& p, int rows, const Queue& queue) { AS_CALL(p.y.dtype, gemm_heads, p, rows, queue); }
 
 void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue, GemmAlgo algo) {
   AS_CALL(p.gemm.w.dtype, gemm_experts, p, entries, tile_rows, queue, algo);

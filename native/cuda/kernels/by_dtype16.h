@@ -4,37 +4,42 @@
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/common/roofline.h"
 #include "cuda/kernels/gemm/gemm.h"
+#include "cuda/kernels/gemm/gemm_heads.h"
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/kernels/moe/moe.h"
 
 namespace as::cuda {
 
-#define AS_OPS                 \
-  AS_OP(pack_rows);            \
-  AS_OP(read_row);             \
-  AS_OP(pair_rows);            \
-  AS_OP(embed);                \
-  AS_OP(rms_norm);             \
-  AS_OP(silu_mul);             \
-  AS_OP(gelu_tanh_mul);        \
-  AS_OP(select_rows);          \
-  AS_OP(to_tiles);             \
-  AS_OP(prefill_clusters);     \
-  AS_OP(gemm_dtype16);         \
-  AS_OP(add_lora);             \
-  AS_OP(silu_mul_pairs);       \
-  AS_OP(store_cache);          \
-  AS_OP(attend_decode);        \
-  AS_OP(attend_prefill);       \
-  AS_OP(attend_prefill_ropes); \
-  AS_OP(store_and_attend);     \
-  AS_OP(sum_ranks);            \
-  AS_OP(gemm_experts);         \
-  AS_OP(combine_experts);      \
-  AS_OP(norms_with_logits);    \
-  AS_OP(norm_and_logits);      \
-  AS_OP(gate_row);             \
-  AS_OP(combine_row);          \
+#define AS_OPS                  \
+  AS_OP(pack_rows);             \
+  AS_OP(read_row);              \
+  AS_OP(pair_rows);             \
+  AS_OP(embed);                 \
+  AS_OP(rms_norm);              \
+  AS_OP(silu_mul);              \
+  AS_OP(gelu_tanh_mul);         \
+  AS_OP(select_rows);           \
+  AS_OP(to_tiles);              \
+  AS_OP(prefill_clusters);      \
+  AS_OP(gemm_dtype16);          \
+  AS_OP(add_lora);              \
+  AS_OP(silu_mul_pairs);        \
+  AS_OP(store_cache);           \
+  AS_OP(attend_decode);         \
+  AS_OP(attend_prefill);        \
+  AS_OP(attend_prefill_ropes);  \
+  AS_OP(store_and_attend);      \
+  AS_OP(store_latent);          \
+  AS_OP(attend_latent_decode);  \
+  AS_OP(attend_latent_prefill); \
+  AS_OP(gemm_heads);            \
+  AS_OP(sum_ranks);             \
+  AS_OP(gemm_experts);          \
+  AS_OP(combine_experts);       \
+  AS_OP(norms_with_logits);     \
+  AS_OP(norm_and_logits);       \
+  AS_OP(gate_row);              \
+  AS_OP(combine_row);           \
   AS_OP(fill_noise);
 
 #define AS_OP(op) decltype(cuda::op) op

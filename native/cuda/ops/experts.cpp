@@ -90,6 +90,7 @@ int bind_router(Binding& b, size_t i, bool logits) {
   router.sigmoid = std::string(op.choice("scores")) == "sigmoid", router.normalized = op.flag("normalized");
   router.scale = (float)op.number("scale");
   router.groups = op.integer("groups"), router.top_groups = op.integer("top_groups");
+  router.best_of_group = std::string(op.choice("group_scores")) == "largest";
   if (router.experts > kMaxExperts || routing.top > kMaxTop || router.groups > kMaxGroups)
     refuse("router of " + std::to_string(router.experts) + " experts in " + std::to_string(router.groups) +
            " groups, " + std::to_string(routing.top) + " for a row: at most " + std::to_string(kMaxExperts) + ", " +

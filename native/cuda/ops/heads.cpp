@@ -12,6 +12,9 @@ namespace {
 int bind_head_norm(Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   b.check_in_place(op);
+  if (op.integer("head_dim") > kLatentDim)
+    refuse("op head_norm of heads of " + std::to_string(op.integer("head_dim")) + " features, at most " +
+           std::to_string(kLatentDim));
   const auto norm_at = [&](const OpNode& norm) { return HeadNorm{heads_of(norm), norm_of(norm, b.vector(norm, 0))}; };
   const auto end = [](const OpNode& norm) {
     return norm.integer("offset") + norm.integer("heads") * norm.integer("head_dim");

@@ -3,13 +3,16 @@
 #include "cuda/kernels/attention/attention.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
+#include "cuda/kernels/attention/latent_mma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kWarps = 4, kFeatures = kLargestHead / 32;  // most features of a lane
+constexpr int kWarps = 4;
+template <bool kLatent>
+constexpr int kFeatures = (kLatent ? kLargestRow : kLargestHead) / 32;  // most features of a lane
 
 // A key or a value in the cache.
 template <CacheType kType>
@@ -117,6 +120,20 @@ __global__ void __launch_bounds__(256) store_chunks_kernel(Attention a, const in
   }
 }
 
+// A thread for each value of a row of latent attention.
+template <CacheType kType>
+__global__ void store_latent_kernel(Attention a, const int* where, int rows) {
+  after_previous();
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, padded = a.cache.padded_dim, row = i / padded, f = i % padded;
+  const int width = a.cache.head_dim + a.cache.rope_dim, size = a.cache.span_size;
+  const int at = row < rows ? where[row] : -1;
+  if (at < 0) return;
+  const float x = f < width ? a.kept[(size_t)row * width + f] : 0.0f;
+  char* to = const_cast<char*>(head_of(a.cache, at / size, 0)) + at % size * a.cache.row_bytes();
+  if constexpr (kType == CacheType::f32) reinterpret_cast<float*>(to)[f] = x;
+  else reinterpret_cast<uint16_t*>(to)[f] = to_dtype16(x);
+}
+
 // One warp for each key and value. RoPE has already been applied in `qkv`. Quantizes as the CPU backend does
 // (cpu/cache.cpp).
 template <int kBits>
@@ -159,34 +176,36 @@ __global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const 
 }
 
 // A pair's result over some positions: the greatest score, the sum of weights, and a lane's features of the values.
+template <int kEach>
 struct Seen {
-  float most = -INFINITY, sum = 0, values[kFeatures] = {};
+  float most = -INFINITY, sum = 0, values[kEach] = {};
 
   __device__ void merge(const Seen& split) {
     const float now = fmaxf(most, split.most), by = shrunk(most, now), split_by = shrunk(split.most, now);
     most = now, sum = merged(sum, by, split.sum, split_by);
 #pragma unroll
-    for (int i = 0; i < kFeatures; i++) values[i] = merged(values[i], by, split.values[i], split_by);
+    for (int i = 0; i < kEach; i++) values[i] = merged(values[i], by, split.values[i], split_by);
   }
 };
 
 // Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position.
-template <CacheType kType>
-__device__ Seen see_split(const Attention& a, const int* table, int kv_head, int position, int split, int head,
-                          const float (&query)[kFeatures]) {
+template <CacheType kType, bool kLatent, int kEach = kFeatures<kLatent>>
+__device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_head, int position, int split, int head,
+                                 const float (&query)[kEach]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
+  const int key_dim = kLatent ? dim + a.cache.rope_dim : dim, kept = kLatent ? 0 : kv_head;
   const int least = a.window ? max(0, position - a.window + 1) : 0;
   const float factor = score_factor(a);
-  Seen seen;
+  Seen<kEach> seen;
   for (int begin = split * kKvSplitTokens; begin < (split + 1) * kKvSplitTokens && begin <= position; begin += 32) {
     float score = -INFINITY;
     for (int j = 0; j < 32 && begin + j <= position; j++) {
       const int at = begin + j;
-      const Cached<kType> key(a.cache, head_of(a.cache, table[at / size], kv_head), false, at % size);
+      const Cached<kType> key(a.cache, head_of(a.cache, table[at / size], kept), false, at % size);
       float product = 0;
 #pragma unroll
-      for (int i = 0; i < kFeatures; i++)
-        if (i * 32 + lane < dim) product = fmaf(query[i], key[i * 32 + lane], product);
+      for (int i = 0; i < kEach; i++)
+        if (i * 32 + lane < key_dim) product = fmaf(query[i], key[i * 32 + lane], product);
       product = warp_sum(product);
       if (j == lane && at >= least) score = capped(a, product);
       if (j == lane && at >= least && a.slopes) score = sloped(a, head, score, at - position);
@@ -195,13 +214,13 @@ __device__ Seen see_split(const Attention& a, const int* table, int kv_head, int
     const float by = shrunk(seen.most, now), weight = weight_of(score, factor, now);
     seen.most = now, seen.sum = merged(seen.sum, by, warp_sum(weight), 1.0f);
 #pragma unroll
-    for (int i = 0; i < kFeatures; i++) seen.values[i] *= by;
+    for (int i = 0; i < kEach; i++) seen.values[i] *= by;
     for (int j = 0; j < 32 && begin + j <= position; j++) {
       const int at = begin + j;
-      const Cached<kType> value(a.cache, head_of(a.cache, table[at / size], kv_head), true, at % size);
+      const Cached<kType> value(a.cache, head_of(a.cache, table[at / size], kept), !kLatent, at % size);
       const float its = __shfl_sync(0xffffffffu, weight, j);
 #pragma unroll
-      for (int i = 0; i < kFeatures; i++)
+      for (int i = 0; i < kEach; i++)
         if (i * 32 + lane < dim) seen.values[i] = fmaf(its, value[i * 32 + lane], seen.values[i]);
     }
   }
@@ -209,10 +228,11 @@ __device__ Seen see_split(const Attention& a, const int* table, int kv_head, int
 }
 
 // decode: gridDim.z CTAs share the KV splits and write partial results, unless there is only one split.
-template <CacheType kType>
+template <CacheType kType, bool kLatent>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool decode) {
   after_previous();
-  const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim;
+  constexpr int kEach = kFeatures<kLatent>;
+  const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim, rope_dim = a.cache.rope_dim;
   AttentionTile tile = tiles[blockIdx.x];
   const int before = tile.first;  // of a decode tile
   if (decode) tile.first = 0;
@@ -221,28 +241,32 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
     if (!rows.has(pair, kv_head)) continue;
     const int row = rows.row(pair), head = rows.head(pair, kv_head), position = rows.position(pair);
-    float query[kFeatures];
+    float query[kEach];
 #pragma unroll
-    for (int i = 0; i < kFeatures; i++)
-      query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
+    for (int i = 0; i < kEach; i++) {
+      const int f = i * 32 + lane;
+      query[i] = f < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + f] : 0.0f;
+      if (kLatent && f >= dim && f < dim + rope_dim)
+        query[i] = a.rotated[(size_t)row * a.rotated_width + (size_t)head * rope_dim + f - dim];
+    }
     if (decode && rows.first_split < rows.last_split) {
       for (int split = rows.first_split + blockIdx.z; split <= rows.last_split; split += gridDim.z) {
-        const Seen seen = see_split<kType>(a, table, kv_head, position, split, head, query);
+        const auto seen = see_split<kType, kLatent>(a, table, kv_head, position, split, head, query);
         float* to = partial_of(a, before, kv_head, split);
         if (lane == 0) to[pair] = seen.most, to[kDecodePairs + pair] = seen.sum;
 #pragma unroll
-        for (int i = 0; i < kFeatures; i++)
+        for (int i = 0; i < kEach; i++)
           if (i * 32 + lane < dim) to[2 * kDecodePairs + pair * dim + i * 32 + lane] = seen.values[i];
       }
       continue;
     }
     if (blockIdx.z) continue;
-    Seen total;
+    Seen<kEach> total;
     for (int split = rows.first_split; split <= rows.last_split; split++)
-      total.merge(see_split<kType>(a, table, kv_head, position, split, head, query));
+      total.merge(see_split<kType, kLatent>(a, table, kv_head, position, split, head, query));
     const float sum = with_sink(a, head, total.sum, total.most);
 #pragma unroll
-    for (int i = 0; i < kFeatures; i++)
+    for (int i = 0; i < kEach; i++)
       if (i * 32 + lane < dim) put(a.out, row, head * dim + i * 32 + lane, share(total.values[i], sum));
   }
 }
@@ -324,6 +348,19 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
   launched("store_cache");
 }
 
+template <bool kAll = kAllFormats>
+static auto store_latent_kernel_of(CacheType type) {
+  if constexpr (kAll)
+    if (type == CacheType::f32) return store_latent_kernel<CacheType::f32>;
+  return store_latent_kernel<CacheType::dtype16>;
+}
+
+void store_latent(const Attention& a, const int* where, int rows, const Queue& queue) {
+  start(queue, store_latent_kernel_of(a.cache.type), ceil_div((size_t)rows * a.cache.padded_dim, 256), 256, 0, a, where,
+        rows);
+  launched("store_latent");
+}
+
 namespace {
 
 void merge(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
@@ -335,12 +372,19 @@ void merge(const Attention& a, const AttentionTile* tiles, int count, const Queu
 template <bool kAll = kAllFormats>
 auto attend_kernel_of(CacheType type) {
   if constexpr (kAll) {
-    if (type == CacheType::f32) return attend_kernel<CacheType::f32>;
-    if (type == CacheType::float8) return attend_kernel<CacheType::float8>;
-    if (type == CacheType::int8) return attend_kernel<CacheType::int8>;
-    if (type == CacheType::uint4) return attend_kernel<CacheType::uint4>;
+    if (type == CacheType::f32) return attend_kernel<CacheType::f32, false>;
+    if (type == CacheType::float8) return attend_kernel<CacheType::float8, false>;
+    if (type == CacheType::int8) return attend_kernel<CacheType::int8, false>;
+    if (type == CacheType::uint4) return attend_kernel<CacheType::uint4, false>;
   }
-  return attend_kernel<CacheType::dtype16>;
+  return attend_kernel<CacheType::dtype16, false>;
+}
+
+template <bool kAll = kAllFormats>
+auto attend_latent_kernel_of(CacheType type) {
+  if constexpr (kAll)
+    if (type == CacheType::f32) return attend_kernel<CacheType::f32, true>;
+  return attend_kernel<CacheType::dtype16, true>;
 }
 
 void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count, int sharers, bool own,
@@ -359,6 +403,24 @@ void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* 
   start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
   launched("attend_decode");
   if (sharers > 1) merge(a, tiles, count, queue);  // a single KV split needs no merge
+}
+
+void attend_latent_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
+                          const Queue& queue) {
+  if (count == 0) return;
+  if (algo == AttentionAlgo::mma) return attend_latent_decode_mma(a, tiles, count, sharers > 1, queue);
+  start(queue, attend_latent_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles,
+        true);
+  launched("attend_latent_decode");
+  if (sharers > 1) merge(a, tiles, count, queue);
+}
+
+void attend_latent_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count,
+                           const Queue& queue) {
+  if (count == 0) return;
+  if (algo == AttentionAlgo::mma) return attend_latent_prefill_mma(a, tiles, count, queue);
+  start(queue, attend_latent_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads), 32 * kWarps, 0, a, tiles, false);
+  launched("attend_latent_prefill");
 }
 
 void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,

@@ -10,21 +10,25 @@ namespace as::cuda {
 // Quantized types are those of the CPU backend (cpu/kernels/span_layout.h): a value is q * scale + minimum; uint4 packs
 // two features into a byte, the even one in the low bits. Four float arrays [span_size] follow the keys and values:
 // the keys' scales and minimums, then the values'. float8 is e4m3 without a scale; larger values are clipped to 448.
+// The cache of latent attention holds rows [span_size, padded_dim] instead: a latent of head_dim features, then a
+// rotated key of rope_dim. Its kv_heads are tiles of query heads, which all see these rows.
 enum class CacheType { f32, dtype16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
   CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
   DType16 dtype = DType16::bf16;
+  int rope_dim = 0;  // > 0: of latent attention
 
+  AS_BOTH bool latent() const { return rope_dim > 0; }
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
   AS_BOTH int bits() const {
     return type == CacheType::f32 ? 32 : type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
-  AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // offset in a head
+  AS_BOTH size_t scales_at() const { return (latent() ? 1 : 2) * span_size * row_bytes(); }  // offset in a head
   AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }
-  AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
+  AS_BOTH size_t span_bytes() const { return head_bytes() * (latent() ? 1 : kv_heads); }
 };
 
 // A layer's part of the spans, in the cache and in host memory. In host memory all parts of a span are adjacent. Part
@@ -76,6 +80,10 @@ struct Attention {
   int* arrivals = nullptr;      // finished warps of each tile and KV head; zero between launches
   int* given_up = nullptr;      // in host memory: for waits that fail (errors.h)
   Norm query_norm, key_norm;    // only store_and_attend(): norms of heads before RoPE; weight null: none
+  // Only latent attention, whose `qkv` has queries alone: their rotated parts, in the first columns of rows of
+  // rotated_width, and the rows that the cache keeps.
+  const float *rotated = nullptr, *kept = nullptr;
+  int rotated_width = 0;
 };
 constexpr int kKvSplitTokens = 256;  // tokens of a KV split; splits are merged in ascending order
 constexpr int kDecodePairs = 16;     // pairs of a decode tile, whose KV splits are distributed over CTAs
@@ -83,6 +91,8 @@ constexpr int kPrefillPairs = 128;   // pairs of a prefill tile
 constexpr int kOwnRows = 16;         // most rows of a sequence that decode kernels store in the cache themselves
 constexpr int kFullTables = 8;       // decode tiles of a step that may have the longest context, if memory allows
 constexpr int kLargestHead = 256;
+constexpr int kLatentDim = 512, kLatentRope = 64;  // of the known models; the mma kernels of latent attention need them
+constexpr int kLargestRow = kLatentDim + kLatentRope;
 // Floats of the partial result of one KV split, tile and KV head.
 inline size_t partial_floats(int head_dim) { return kDecodePairs * (2 + (size_t)head_dim); }
 // The most KV splits that decode tiles of a step have together. A step whose sequences have more, in which many share a
@@ -117,5 +127,19 @@ void scale_queries(const Attention& a, const int* positions, double beyond, int 
 // of a sequence.
 void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,
                       const Queue& queue);
+
+// Latent attention. Query heads form tiles of at most kDecodePairs, as if they were the groups of so many KV heads.
+struct LatentHeads {
+  int tiles, group;
+
+  explicit LatentHeads(int heads)
+      : tiles((heads + kDecodePairs - 1) / kDecodePairs), group((heads + tiles - 1) / tiles) {}
+};
+void store_latent(const Attention& a, const int* where, int rows, const Queue& queue);
+// As attend_decode() and attend_prefill(). algo: simt or mma.
+void attend_latent_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
+                          const Queue& queue);
+void attend_latent_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count,
+                           const Queue& queue);
 
 }  // namespace as::cuda

@@ -10,6 +10,7 @@ constexpr int kMaxExperts = 1024, kMaxTop = 32;  // experts of a router, and exp
 // How experts are chosen from logits; see the op in program/op_spec.cpp.
 struct Router {
   bool sigmoid = false, normalized = false;
+  bool best_of_group = false;  // a group counts as much as its best expert, not as its two best
   float scale = 1;
   int experts = 0, groups = 1, top_groups = 1;
   const float* correction = nullptr;

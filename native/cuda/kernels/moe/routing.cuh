@@ -28,7 +28,7 @@ __device__ inline Candidate best_of_warp(Candidate best) {
   return best;
 }
 
-// Excludes all groups but those with the highest sums of their two best experts. A lane has a group.
+// Excludes all groups but those with the best experts, or the highest sums of the two best. A lane has a group.
 __device__ inline void keep_groups(const Router& router, float* choice) {
   const int lane = threadIdx.x % 32, size = router.experts / router.groups;
   float first = -INFINITY, second = -INFINITY;
@@ -37,7 +37,7 @@ __device__ inline void keep_groups(const Router& router, float* choice) {
     if (c > first) second = first, first = c;
     else if (c > second) second = c;
   }
-  const float score = size > 1 ? first + second : first;
+  const float score = size > 1 && !router.best_of_group ? first + second : first;
   bool kept = false;
   for (int i = 0; i < router.top_groups; i++) {
     const Candidate best = best_of_warp({score, lane < router.groups && !kept ? lane : -1});

@@ -1,4 +1,6 @@
 // float32 ops on rows: sums, soft caps, norms and RoPE of heads.
+#include <algorithm>
+
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/common/device.cuh"
 
@@ -54,9 +56,10 @@ __global__ void qk_norm_kernel(float* x, int width, QkNorm norm, const float* su
     row[i] *= i < norm.q_columns ? q * norm.q_weight[i] : k * norm.k_weight[i - norm.q_columns];
 }
 
-// One warp for each head: those of `first`, then of `second`. Heads have up to kLargestHead features.
+// One warp for each head: those of `first`, then of `second`. Heads have up to kMost features.
+template <int kMost>
 __global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
-  constexpr int kEach = kLargestHead / 32;
+  constexpr int kEach = kMost / 32;
   const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const bool is_first = of_all < first.heads.count;
   const int head = is_first ? of_all : of_all - first.heads.count,
@@ -164,9 +167,10 @@ void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int row
 }
 
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
-  constexpr int kHeads = 4;  // heads of a CTA
-  start(queue, head_norm_kernel, dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0,
-        x, width, first, second);
+  constexpr int kHeads = 4;                                                                 // heads of a CTA
+  const bool large = std::max(first.heads.head_dim, second.heads.head_dim) > kLargestHead;  // of latent attention
+  start(queue, large ? head_norm_kernel<kLatentDim> : head_norm_kernel<kLargestHead>,
+        dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0, x, width, first, second);
   launched("head_norm");
 }
 
