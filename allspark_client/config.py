@@ -116,7 +116,7 @@ class AsModelConfig(Checked):
     max_queue: int = int_field(10_000, 0, INT32_MAX)
     #: most bytes that waiting requests take; 0: chosen
     max_queue_memory: int = int_field(0, 0, INT64_MAX)
-    speculation: str = choice_field("off", ("off", "prompt_lookup", "draft"))
+    speculation: str = choice_field("off", ("off", "prompt_lookup", "draft", "mtp"))
     #: the checkpoint of the draft model, with speculation="draft"
     draft_model: str = path_field("")
 

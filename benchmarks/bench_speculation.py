@@ -8,6 +8,7 @@ Writes checkpoints of Qwen2.5-0.5B's shape into FOLDER unless they exist:
                 successor; so the answer is known, and a prompt can contain any share of its pairs of consecutive tokens
     large       24 layers, of which 1 to 4 are random and the others add zero
     draft       layers 1 to 4 of `large`, which predict the same tokens
+    head-N      `successor` with dense layers of GLM-4.5 and a draft head that is right after N % of the tokens
 
 Prompt lookup is measured with 80 % of the answer's pairs of consecutive tokens in the prompt, and with none.
 """
@@ -34,6 +35,56 @@ RUN, GAP = 20, 5  # lengths of alternate parts of the answer: in the prompt, not
 def successor(token: int) -> int:
     """A permutation of the vocabulary without short cycles."""
     return (token * 5 + 12347) % VOCAB
+
+
+def write_with_head(folder: Path, right: int) -> None:
+    """Writes the checkpoint head-N, N = right."""
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = INNER // 4  # of an expert; two of eight are chosen, and two are shared
+    (folder / "config.json").write_text(json.dumps(dict(
+        architectures=["Glm4MoeForCausalLM"], model_type="glm4_moe", hidden_size=HIDDEN, intermediate_size=INNER,
+        num_hidden_layers=LAYERS, num_attention_heads=14, num_key_value_heads=2, head_dim=64, vocab_size=VOCAB,
+        max_position_embeddings=32768, rms_norm_eps=1e-6, eos_token_id=VOCAB - 1, rope_theta=1e6, hidden_act="silu",
+        first_k_dense_replace=LAYERS, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=inner,
+        n_shared_experts=2, n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0,
+        tie_word_embeddings=False, torch_dtype="bfloat16")))
+    rng = np.random.default_rng(0)
+    names, data = [], []
+
+    def add(name: str, values: np.ndarray) -> None:
+        names.append((name, "BF16", values.shape))
+        data.append([from_float32(np.ascontiguousarray(values, np.float32), "BF16")])
+
+    embedding = rng.standard_normal((VOCAB, HIDDEN), np.float32) * 0.02
+    output, order = np.empty_like(embedding), np.array([successor(t) for t in range(VOCAB)])
+    output[order] = embedding
+    add("model.embed_tokens.weight", embedding)
+    add("lm_head.weight", output)
+    add("model.norm.weight", np.ones(HIDDEN))
+    wrong = np.flatnonzero(rng.random(VOCAB) >= right / 100)  # the head predicts another token after these
+    output[order[wrong]] = embedding[np.roll(wrong, 1)]
+    own = f"model.layers.{LAYERS}."
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        add(f"{own}{name}.weight", np.ones(HIDDEN))
+    add(own + "eh_proj.weight", np.eye(HIDDEN, 2 * HIDDEN))
+    add(own + "shared_head.head.weight", output)
+    add(own + "mlp.gate.weight", rng.standard_normal((8, HIDDEN), np.float32) * 0.02)
+    add(own + "mlp.gate.e_score_correction_bias", np.zeros(8))
+    for layer in range(LAYERS + 1):
+        prefix = f"model.layers.{layer}."
+        add(prefix + "input_layernorm.weight", np.ones(HIDDEN))
+        add(prefix + "post_attention_layernorm.weight", np.ones(HIDDEN))
+        shapes = {"self_attn.q_proj": (896, HIDDEN), "self_attn.k_proj": (128, HIDDEN),
+                  "self_attn.v_proj": (128, HIDDEN), "self_attn.o_proj": (HIDDEN, 896)}
+        parts = [(".", INNER)] if layer < LAYERS else [
+            (".shared_experts.", 2 * inner), *((f".experts.{e}.", inner) for e in range(8))]
+        for part, size in parts:
+            shapes |= {f"mlp{part}gate_proj": (size, HIDDEN), f"mlp{part}up_proj": (size, HIDDEN),
+                       f"mlp{part}down_proj": (HIDDEN, size)}
+        for name, shape in shapes.items():
+            zero = name.endswith(("o_proj", "down_proj"))
+            add(f"{prefix}{name}.weight", np.zeros(shape) if zero else rng.standard_normal(shape, np.float32) * 0.02)
+    write_safetensors(folder / "model.safetensors", names, {"format": "pt"}, data)
 
 
 def write(folder: Path, layers: int, head: bool, zero_from: int) -> None:
@@ -130,22 +181,32 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "w8a8"])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=("lookup", "draft"))
+    parser.add_argument("--only", choices=("lookup", "draft", "head"))
+    parser.add_argument("--right", type=int, nargs="+", default=[100, 80, 0], help="of the tokens, in percent")
     options = parser.parse_args()
     for name, layers, head, zero_from in (("successor", LAYERS, True, 0), ("large", LAYERS, False, KEPT),
                                           ("draft", KEPT, False, KEPT)):
-        if not (options.folder / name / "model.safetensors").exists():
+        if options.only != "head" and not (options.folder / name / "model.safetensors").exists():
             write(options.folder / name, layers, head, zero_from)
     print(f"{'tokens/s at batch 1':<60} {'without':>8} {'with':>8} {'ratio':>7}")
     for dtype in options.formats:
-        if options.only != "draft":
+        for right in options.right if options.only in (None, "head") else ():
+            folder = options.folder / f"head-{right}"
+            if not (folder / "model.safetensors").exists():
+                write_with_head(folder, right)
+            plain, other = (Served(folder, dtype, options.threads, how) for how in ("off", "mtp"))
+            compare(f"{dtype}, head that is right after {right} %", plain, other, prompts(64)["none"], options.tokens,
+                    options.rounds)
+            plain.engine.close()
+            other.engine.close()
+        if options.only in (None, "lookup"):
             plain = Served(options.folder / "successor", dtype, options.threads, "off")
             other = Served(options.folder / "successor", dtype, options.threads, "prompt_lookup")
             for name, prompt in prompts(options.tokens).items():
                 compare(f"{dtype}, prompt lookup, {name}", plain, other, prompt, options.tokens, options.rounds)
             plain.engine.close()
             other.engine.close()
-        if options.only != "lookup":
+        if options.only in (None, "draft"):
             large, draft = options.folder / "large", str(options.folder / "draft")
             plain = Served(large, dtype, options.threads, "off")
             other = Served(large, dtype, options.threads, "draft", draft)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 #: seconds to wait before a quarantined request runs, so that its client learns of it before a possible crash
 ANNOUNCE_SECONDS = 0.02
-_DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.MODEL)}
+_DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.MODEL), "mtp": int(Flag.MODEL)}
 
 
 class ServedModel:
@@ -83,6 +83,8 @@ class ServedModel:
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
             masks=len(masks.bits) // DEPTH if masks is not None else 0, recompute_beyond=info.long_rope_original,
             windows=tuple(info.cache_windows), state_spans=info.state_spans,
+            # a head drafts with one layer and was made for one token: begin with little, it grows by itself
+            first_drafts=2 if config.speculation == "mtp" else Limits.first_drafts,
         )
         self.scheduler = QuarantineScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from allspark_server.models.draft_heads import DraftHead
 from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import PLAIN_ROPE_TYPES, ExpertConfig, ModelConfig, RopeConfig
@@ -51,6 +52,7 @@ class Architecture:
     experts: Callable[[Fields, int], ExpertConfig] | None = None  # reads the fields of experts, given the layer count
     more: Callable[[Fields], dict[str, Any]] | None = None        # reads further fields of ModelConfig
     translate: Callable[[Fields], Fields] | None = None           # renames the fields of a config.json of its own kind
+    draft_head: DraftHead | None = None   # the draft head that checkpoints may bring
     stored_as: str = ""                   # the view of the checkpoint's tensors that the graph uses (VIEWS in
                                           # weights/checkpoint.py); "": the tensors as they are
 

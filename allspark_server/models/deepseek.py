@@ -9,23 +9,28 @@ from typing import Any
 
 from allspark_server.models.architecture import Architecture, text_part, translated
 from allspark_server.models.blocks import begin, finish, latent_attention, mlp_or_experts
+from allspark_server.models.draft_heads import next_n_head
 from allspark_server.models.expert_fields import grouped_experts
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_SIZE, Fields
-from allspark_server.models.graph import Graph
+from allspark_server.models.graph import Graph, Tensor
 from allspark_server.models.network import ExpertConfig, LatentConfig, ModelConfig
+
+
+def _layer(graph: Graph, x: Tensor, prefix: str, layer: int) -> None:
+    latent = graph.config.latent
+    assert latent is not None
+    correction = "gate.e_score_correction_bias" if graph.experts.scores == "sigmoid" else ""
+    h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+    graph.add(x, latent_attention(graph, h, f"{prefix}.self_attn", layer, latent))
+    h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+    graph.add(x, mlp_or_experts(graph, h, f"{prefix}.mlp", layer, correction=correction))
 
 
 def deepseek(config: ModelConfig) -> Graph:
     """Builds the network."""
-    assert config.latent is not None and config.experts is not None
-    correction = "gate.e_score_correction_bias" if config.experts.scores == "sigmoid" else ""
     graph, x = begin(config)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
-        graph.add(x, latent_attention(graph, h, f"{prefix}.self_attn", layer, config.latent))
-        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        graph.add(x, mlp_or_experts(graph, h, f"{prefix}.mlp", layer, correction=correction))
+        _layer(graph, x, f"model.layers.{layer}", layer)
     return finish(graph, x)
 
 
@@ -58,7 +63,8 @@ def _softmax_experts(fields: Fields, layers: int) -> ExpertConfig:
     return replace(experts, scores="softmax", group_scores="largest")
 
 
-_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "translate": _heads, "more": _latent}
+_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "translate": _heads, "more": _latent,
+                           "draft_head": next_n_head(_layer)}
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": Architecture(deepseek, "deepseek_v2", "DeepSeek-V2", experts=_softmax_experts, **_COMMON),

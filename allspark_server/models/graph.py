@@ -276,6 +276,19 @@ class Graph:
             other.ops.append(op)
         return other
 
+    def with_kept_hidden(self) -> Graph:
+        """The same model, which keeps the normed hidden states of all rows for a draft head."""
+        other = copy.copy(self)
+        place = next(i for i, op in enumerate(self.ops) if op.type == "select_rows")
+        select, norm = self.ops[place:place + 2]
+        if norm.type != "rms_norm":
+            raise ValueError(f"{self.config.architecture} has no final norm, so no draft head can follow it")
+        kept = replace(self.tensors[select.inputs[0]], name="kept_states")
+        other.tensors = {**self.tensors, kept.name: kept}
+        more = [replace(norm, inputs=select.inputs, outputs=(kept.name,)), Op("keep_hidden", (kept.name,))]
+        other.ops = self.ops[:place] + more + self.ops[place:]
+        return other
+
     # -- buffers and weights -------------------------------------------------------------------------------------------
     def row_set(self, name: str, times: int, of: str = ALL_ROWS) -> str:
         """Declares the rows `name` that a router makes, `times` for each row of `of`; returns the name."""
@@ -599,6 +612,21 @@ class Graph:
     def combine_experts(self, y: Tensor, scores: Tensor, out: str) -> Tensor:
         """The weighted sum over each row's experts, added in ascending order of experts."""
         return self.op("combine_experts", y, scores, out=out)
+
+    # -- draft heads ---------------------------------------------------------------------------------------------------
+    def keep_hidden(self, x: Tensor) -> None:
+        """Keeps the hidden states of all rows for a draft head."""
+        self._op("keep_hidden", (x,))
+
+    def kept_hidden(self) -> Tensor:
+        """For each row, a hidden state that was kept."""
+        x = self.tensor("given_states", (Block(self.config.hidden_size),))
+        self._op("kept_hidden", outputs=(x,))
+        return x
+
+    def concat(self, x: Tensor, y: Tensor) -> Tensor:
+        """The columns of both."""
+        return self.op("concat", x, y, out="both", blocks=x.blocks + y.blocks)
 
     # -- outputs -------------------------------------------------------------------------------------------------------
     def select_rows(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from allspark_server.models.blocks import (
     output_projection,
     routed_experts,
 )
+from allspark_server.models.draft_heads import mtp_head
 from allspark_server.models.expert_fields import qwen_experts
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, Fields
 from allspark_server.models.graph import Block, Graph, Part, Tensor
@@ -66,23 +67,25 @@ def _delta(graph: Graph, x: Tensor, prefix: str, delta: DeltaConfig, interleaved
     return graph.row_parallel_linear(y, f"{prefix}.out_proj", values, False, out="branch")
 
 
+def _layer(graph: Graph, x: Tensor, prefix: str, layer: int, interleaved: bool = False) -> None:
+    config = graph.config
+    h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight", unit_offset=1)
+    if config.delta is not None and layer in config.delta.layers:
+        graph.add(x, _delta(graph, h, f"{prefix}.linear_attn", config.delta, interleaved))
+    else:
+        graph.add(x, _attention(graph, h, f"{prefix}.self_attn", layer))
+    h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight", unit_offset=1)
+    if config.experts is None or layer in config.experts.dense_layers:
+        graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
+    else:
+        y = routed_experts(graph, h, f"{prefix}.mlp")
+        graph.add(x, graph.all_reduce(graph.add(y, gated_shared_expert(graph, h, f"{prefix}.mlp"))))
+
+
 def _qwen3_next(config: ModelConfig, interleaved: bool) -> Graph:
-    delta = config.delta
-    assert delta is not None
     graph, x = begin(config)
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight", unit_offset=1)
-        if layer in delta.layers:
-            graph.add(x, _delta(graph, h, f"{prefix}.linear_attn", delta, interleaved))
-        else:
-            graph.add(x, _attention(graph, h, f"{prefix}.self_attn", layer))
-        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight", unit_offset=1)
-        if config.experts is None or layer in config.experts.dense_layers:
-            graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
-        else:
-            y = routed_experts(graph, h, f"{prefix}.mlp")
-            graph.add(x, graph.all_reduce(graph.add(y, gated_shared_expert(graph, h, f"{prefix}.mlp"))))
+        _layer(graph, x, f"model.layers.{layer}", layer, interleaved)
     return finish(graph, x, unit_offset=1)
 
 
@@ -140,7 +143,7 @@ def _sized(fields: Fields) -> Fields:
 
 
 _COMMON: dict[str, Any] = {"head_dim": 256, "has_bias_fields": True, "partial_rotary": 0.25, "more": _more,
-                           "layer_types": False}
+                           "layer_types": False, "draft_head": mtp_head(_layer)}
 _SEES: dict[str, Any] = {"translate": _text, "stored_as": "text_part"}
 
 ARCHITECTURES = {

@@ -218,9 +218,12 @@ class Cpus(Device):
         forms = 2 if model.targets else 1  # the program with adapters and without
         together = max((len(target.weight.parts) for target in model.targets), default=0)
         lora = native.lora_bytes(rows, together, model.config.lora_max_rank) if together else 0
+        # Hidden states for a draft head: of a step, and of each sequence that gets no drafts for some steps.
+        states = rows + native.HELD_STATES * model.config.engine_max_batch
+        kept = sum(4 * states * graph.config.hidden_size for op in graph.ops if op.type == "keep_hidden")
         # Rows prepared for a GEMM, and for attention.
         return (tensor_bytes(model, rows, outputs) + forms * len(windows) * attention + 2 * prepared
-                + lora)
+                + lora + kept)
 
 
 class Gpu(Device):
@@ -266,6 +269,8 @@ class Gpu(Device):
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_dir:
             missing.append("host_cache_dir")
+        if config.speculation == "mtp":
+            missing.append("speculation='mtp'")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 

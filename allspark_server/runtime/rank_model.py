@@ -14,7 +14,8 @@ from allspark_server.models.adapters import Target, with_adapters
 from allspark_server.models.graph import Weight
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
-from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.checkpoint import OpenedModel, open_model
+from allspark_server.weights.draft_head import find_head, open_head
 from allspark_server.weights.formats import UNQUANTIZED_DTYPES, WeightFormat, not_numbers, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
@@ -34,15 +35,18 @@ class RankModel:
     """
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int, device: Device,
-                 whole_histories: bool = False, adapters: bool = False):
+                 whole_histories: bool = False, adapters: bool = False, of: RankModel | None = None):
         """Opens the model.
 
         path: of a checkpoint, or of an .asgraph file, whose weights are in weights_path. whole_histories: the cache
-        keeps spans that are before attention windows. adapters: rows may have LoRA adapters. Raises AllSparkError if
+        keeps spans that are before attention windows. adapters: rows may have LoRA adapters. of: the model whose draft
+        head to open; path is not used then. Raises AllSparkError if
         the model cannot be opened or cannot be divided among `world` ranks.
         """
         self.config, self.rank, self.world = config, rank, world
-        self.opened = open_model(path, weights_path)
+        self._of = of
+        self.opened: OpenedModel = (
+            open_model(path, weights_path) if of is None else open_head(of.opened, config.model_name))
         self.graph, self.source = self.opened.graph, self.opened.source
         if whole_histories:
             self.graph = self.graph.with_whole_histories()
@@ -50,13 +54,18 @@ class RankModel:
         self.targets: list[Target] = []
         if adapters:
             self.graph, self.targets = with_adapters(self.graph)
+        if of is None and config.speculation == "mtp":
+            self.graph = self.graph.with_kept_hidden()
         self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
         self._choose_types(unquantized_type(self.graph, self.source, device.half), device)
-        self._warn_about_length()
-        self._warn_about_unused()
+        if of is None:
+            self._warn_about_length()
+            self._warn_about_unused()
         #: digest of the bytes that load() has read
         self.digest = ""
+        #: ids of the loaded weights, by name
+        self._ids: dict[str, int] = {}
 
     def _choose_types(self, unquantized: str, device: Device) -> None:
         graph, config, stored = self.graph, self.config, self.graph.quantization
@@ -107,6 +116,8 @@ class RankModel:
     def weight_bytes(self, device: Device) -> int:
         """Bytes of the rank's weights on the device."""
         def size(weight: Weight) -> int:
+            if self._shares(weight):
+                return 0
             if not weight.is_matrix:
                 return 4 * weight.elements_of(self.rank, self.world)
             begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
@@ -152,13 +163,26 @@ class RankModel:
         return found
 
     # -- loading ---------------------------------------------------------------------------------------------------
-    def load(self, executor: Any, progress: Progress | None) -> None:
-        """Loads weights and ops into an executor. progress: called with (elements loaded, elements in all)."""
-        self.source.verify(self.rank, self.world)
-        loader = Loader(self.graph, self.source, executor, self.rank, self.world, self.formats, progress)
-        weights = loader.load()
+    def load(self, executor: Any, progress: Progress | None, model: Any = None) -> None:
+        """Loads weights and ops into an executor. progress: called with (elements loaded, elements in all). model: the
+        executor of a draft head's model, which has loaded its weights.
+        """
+        shared: dict[str, int] = {}
+        if self._of is None:
+            self.source.verify(self.rank, self.world)
+        else:
+            shared = {name: executor.share_matrix(model, self._of._ids[name])
+                      for name, weight in self.graph.weights.items() if self._shares(weight)}
+        loader = Loader(self.graph, self.source, executor, self.rank, self.world, self.formats, progress, shared)
+        self._ids = loader.load()
         self.digest = loader.digest()
-        add_ops(self.graph, executor, weights, self.rank, self.world)
+        add_ops(self.graph, executor, self._ids, self.rank, self.world)
+
+    def _shares(self, weight: Weight) -> bool:
+        """Whether a matrix of a draft head is its model's: the embedding, and the output matrix if it is no other."""
+        of, name = self._of, weight.name
+        return (of is not None and weight.is_matrix and of.graph.weights.get(name) == weight
+                and of.formats[name] == self.formats[name])
 
     def open_adapter(self, directory: str) -> LoraAdapter:
         """Opens an adapter. Raises AllSparkError if it is not one for this model."""
@@ -205,6 +229,10 @@ class RankModel:
         """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
         used = {part.tensor for weight in self.graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
         unused = sorted(n for n in self.source.names() if n not in used and not n.endswith("rotary_emb.inv_freq"))
+        if head := find_head(self.opened):
+            unused = [name for name in unused if not name.startswith(f"{head[1]}.")]
+            if self.rank == 0 and self.config.speculation == "off":
+                logger.info("%s holds a draft head, which speculation='mtp' uses", self.source.where())
         if unused and self.rank == 0:
             logger.warning("%s holds %d tensors that %s does not use: %s", self.source.where(), len(unused),
                            self.graph.config.architecture, ", ".join(unused[:3]) + (", …" if len(unused) > 3 else ""))

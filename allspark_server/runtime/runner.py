@@ -99,7 +99,7 @@ class ModelRunner:
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
                                           self.shared_memory)
         # A draft model shares its target's span tables, and may be behind it.
-        whole = config.speculation == "draft"
+        whole = config.speculation in ("draft", "mtp")
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
                                         whole, adapters=config.lora_max_num > 0)
         models = [model]
@@ -107,6 +107,9 @@ class ModelRunner:
             self._draft = RankModel(config, config.draft_model, "", *device.draft_shard(self.rank, self.world), device,
                                     whole)
             check_draft(self._draft, model)
+        elif config.speculation == "mtp":
+            self._draft = RankModel(config, "", "", self.rank, self.world, device, of=model)
+        if self._draft is not None:
             models.append(self._draft)
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
@@ -130,12 +133,18 @@ class ModelRunner:
             self.address = device.share(self._executor, *step)
         if self._draft is not None:
             self._draft_executor = device.draft_executor(self._executor)
-            with memory_errors(f"loading the weights of draft_model={config.draft_model!r}"):
-                self._draft.load(self._draft_executor, None)
+            with memory_errors(f"loading the weights of {self._draft_name}"):
+                self._draft.load(self._draft_executor, None, self._executor)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
                     mib(self._executor.weight_bytes()), self.config.model_name, model.weight_dtype,
                     time.perf_counter() - began)
         return spans
+
+    @property
+    def _draft_name(self) -> str:
+        """What makes drafts besides the model, for messages; "" if nothing does."""
+        names = {"draft": f"draft_model={self.config.draft_model!r}", "mtp": "the checkpoint's draft head"}
+        return names.get(self.config.speculation, "")
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Connects this rank's device to those of the other ranks, after load(). addresses: every rank's, by rank.
@@ -266,7 +275,7 @@ class ModelRunner:
             self._executor.allocate_host_cache(spans)
             return
         self._host_file = HostCacheFile(config.host_cache_dir, config.model_name, self.rank, self.world)
-        facts = {"results": results_digest(), "model": hash_of_model, "draft": config.draft_model, "rank": self.rank,
+        facts = {"results": results_digest(), "model": hash_of_model, "draft": self._draft_name, "rank": self.rank,
                  "world": self.world, "weights": [model.weight_dtype, model.weight_group_size, model.quantize_head],
                  "cache": model.cache_dtype, "span": [config.cache_span_size, self._span_bytes], "spans": spans,
                  "windows": self._groups.windows, "state": self._state_spans}

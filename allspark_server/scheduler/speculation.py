@@ -11,17 +11,17 @@ class DraftLengths:
     intervals. The output of a sequence does not depend on it.
     """
 
-    FIRST, PROBE = 4, 2  # drafts at first, and in a trial
+    FIRST, PROBE = 4, 2  # drafts at first unless `first` says otherwise, and in a trial
     MISSES = 3  # steps in a row without an accepted draft, after which there are none
     PAUSE, LONGEST_PAUSE = 16, 512  # steps without drafts before the next trial: at first, and at most
 
-    def __init__(self, slots: int, longest: int):
-        self._longest = longest
+    def __init__(self, slots: int, longest: int, first: int = FIRST):
+        self._longest, self._first = longest, min(first, longest)
         self._drafts, self._misses, self._pause, self._next_pause = (np.zeros(slots, np.int64) for _ in range(4))
 
     def start(self, slot: int) -> None:
         """A new sequence has taken the slot."""
-        self._drafts[slot] = min(self.FIRST, self._longest)
+        self._drafts[slot] = self._first
         self._misses[slot] = self._pause[slot] = 0
         self._next_pause[slot] = self.PAUSE
 

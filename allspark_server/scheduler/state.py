@@ -46,7 +46,8 @@ class SchedulerState:
         self._windowed = any(limits.windows)
         track_full_spans = prefix_cache is not None or self._windowed
         self._slots = SlotTable(limits.max_batch, limits.span_size, track_full_spans, limits.recompute_beyond)
-        self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
+        lengths = limits.max_batch, limits.max_drafts, limits.first_drafts
+        self._drafts = DraftLengths(*lengths) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the next plan tells the ranks
         self._oversized: list[Sequence] = []

@@ -18,9 +18,10 @@ class Limits:
     """What one step may hold.
 
     `max_chunk`: rows of one prompt. `draft_kind`: the plan's flag for the kind of drafts, 0 without speculation.
-    `max_drafts`: drafts of one sequence. `masks`: masks of one step; twice as many exist, because the next step is
-    planned while they are in use. `recompute_beyond`: a sequence that grows beyond this length is recomputed, because
-    LongRoPE then changes its frequencies; 0: never. `windows`: of each cache group, `state_spans`: see SpanGroups.
+    `max_drafts`: drafts of one sequence. `first_drafts`: those of a new one. `masks`: masks of one step; twice as many
+    exist, because the next step is planned while they are in use. `recompute_beyond`: a sequence that grows beyond this
+    length is recomputed, because LongRoPE then changes its frequencies; 0: never. `windows`: of each cache group,
+    `state_spans`: see SpanGroups.
     """
 
     max_batch: int
@@ -29,6 +30,7 @@ class Limits:
     span_size: int
     draft_kind: int = 0
     max_drafts: int = 7
+    first_drafts: int = 4
     masks: int = 0
     recompute_beyond: int = 0
     windows: tuple[int, ...] = (0,)

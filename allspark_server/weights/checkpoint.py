@@ -258,7 +258,8 @@ class TextPart(Changed):
     """The text part of a multimodal checkpoint, with the names of a text-only checkpoint."""
 
     PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # transformers 4, and 5
-                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."))
+                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."),
+                ("mtp.", "mtp."))
 
     def __init__(self, source: Source):
         super().__init__(source)
@@ -396,7 +397,7 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
                 source = HeadProjections(source, config)
             if config.unit_head:
                 source = UnitHead(source)
-            graph = _quantized_graph(build_graph(_experts_as_stored(config, source)), source)
+            graph = quantized_graph(build_graph(_experts_as_stored(config, source)), source)
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{path / 'config.json'} describes no network: {error}") from None
@@ -418,7 +419,7 @@ def _open_gguf(path: Path) -> OpenedModel:
     config = model_config(files)
     source = GgufSource(files, config)
     try:
-        graph = _quantized_graph(build_graph(config), source)
+        graph = quantized_graph(build_graph(config), source)
     except ValueError as error:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} describes no network: {error}") from None
     return OpenedModel(graph, source, tokenizer_directory(files[0]))
@@ -446,7 +447,7 @@ def _quantized_source(source: Source, directory: Path) -> Source:
     return quantized_source(source, config, path)
 
 
-def _quantized_graph(graph: Graph, source: Source) -> Graph:
+def quantized_graph(graph: Graph, source: Source) -> Graph:
     """The graph with the formats of the source's matrices, if any is quantized. ValueError if tensors that are computed
     as one matrix have no common format.
     """

@@ -120,17 +120,24 @@ class Loader:
         world: int,
         formats: Mapping[str, WeightFormat],
         progress: Progress | None = None,
+        loaded: Mapping[str, int] | None = None,
     ):
-        """formats: of each matrix, by the weight's name. progress: called with (elements loaded, elements in all)."""
+        """formats: of each matrix, by the weight's name. progress: called with (elements loaded, elements in all).
+        loaded: ids of weights that the executor has already, by name.
+        """
+        self.loaded = loaded or {}
         self.graph, self.source, self.executor = graph, source, executor
         self.rank, self.world, self.formats, self.progress = rank, world, formats, progress
         self._digest = hashlib.blake2b(digest_size=16)
-        self.done, self.total = 0, sum(w.elements_of(rank, world) for w in graph.weights.values())
+        self.done, self.total = 0, sum(w.elements_of(rank, world) for w in self._missing())
 
     def load(self) -> dict[str, int]:
         """Fills every weight; returns the executor's id for each weight's name."""
-        return {name: self._matrix(weight) if weight.is_matrix else self._vector(weight)
-                for name, weight in self.graph.weights.items()}
+        return {**self.loaded, **{weight.name: self._matrix(weight) if weight.is_matrix else self._vector(weight)
+                                  for weight in self._missing()}}
+
+    def _missing(self) -> list[Weight]:
+        return [weight for name, weight in self.graph.weights.items() if name not in self.loaded]
 
     def digest(self) -> str:
         """A digest of all bytes that load() has read. It is the same for each load by this rank of as many ranks."""

@@ -11,6 +11,7 @@ namespace as {
 // A rank's state of a running sequence.
 struct Slot {
   bool live = false;
+  int64_t sequence = 0;  // counts the sequences that the slot has held
   SamplingParams sampling;
   std::vector<int32_t> history;             // during a step also the drafts that it verifies
   std::vector<std::vector<int32_t>> spans;  // by cache group: the sequence's span table
@@ -18,7 +19,7 @@ struct Slot {
   int begun = 0;    // length of the history when the sequence entered
   int first = 0;    // positions that were in the cache when it entered
   int cached = 0;   // positions whose keys and values are in the cache
-  int drafted = 0;  // positions in the draft model's cache, which may include drafts
+  int drafted = 0;  // positions in the cache of the draft model, which may include drafts, or of the draft head
 };
 
 // A placeholder for an id that is not known yet: the token that the previous step samples from its output `output`.
@@ -64,6 +65,7 @@ struct Batch {
   std::vector<Item> items;
   // Copies of the slots' recurrent states to and from spans, made before the rows are computed; saves come first.
   std::vector<StateCopy> saved_states, loaded_states;
+  std::vector<const float*> hidden;  // of a draft head's batch: the hidden state that each row takes
   const std::vector<Slot>* slots = nullptr;
 
   const Slot& slot(int index) const { return (*slots)[index]; }
@@ -91,11 +93,19 @@ class SpanStore {
   virtual double finish() { return 0; }
 };
 
+// The rows that a program's keep_hidden has kept of the latest batch; width 0: it keeps none.
+struct KeptRows {
+  const float* data = nullptr;
+  int width = 0;
+  const float* row(int index) const { return data + (size_t)index * width; }
+};
+
 // A program compiled for a device, with its weights, cache and peers.
 class Runner {
  public:
   virtual ~Runner() = default;
   virtual RunOutput run(const Batch& batch, bool want_logits) = 0;
+  virtual KeptRows kept() const { return {}; }
 };
 
 }  // namespace as

@@ -2,16 +2,21 @@
 
 #include <chrono>
 
+#include "batch/draft_head.h"
+#include "batch/draft_model.h"
+
 namespace as {
 
 Decoder::Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits)
     : runner_(runner), store_(store), slots_(limits) {
-  if (draft) draft_.emplace(*draft, limits.max_rows);
+  if (draft && draft->kept().width)
+    drafter_ = std::make_unique<DraftHead>(*draft, runner, limits.max_rows, limits.max_slots);
+  else if (draft) drafter_ = std::make_unique<DraftModel>(*draft, limits.max_rows);
 }
 
 StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   const Plan plan = Plan::parse(bytes, slots_.groups());
-  slots_.check(plan, draft_.has_value());
+  slots_.check(plan, drafter_ != nullptr);
   slots_.begin(plan);
   StepOutput output;
   if (!plan.saved.empty() || !plan.restored.empty()) {  // a checked plan has copies only if there is a store
@@ -19,10 +24,11 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
     store_->copy(plan.saved, plan.restored);
     output.copy_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   }
-  if (draft_) draft_->draft(slots_);
+  if (drafter_) drafter_->draft(slots_);
   const Batch& batch = slots_.batch();
   if (batch.empty()) return output;
   RunOutput result = runner_.run(batch, want_logits);
+  if (drafter_) drafter_->computed(batch);
   const double copy_seconds = output.copy_seconds;
   output = output_of(batch, result, slots_.accept(batch, result.samples));
   output.copy_seconds = copy_seconds;

@@ -1,11 +1,11 @@
 // Runs step plans: a rank's sequences, and the runner that computes their rows.
 #pragma once
-#include <optional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "batch/draft_model.h"
+#include "batch/drafter.h"
 #include "batch/slots.h"
 
 namespace as {
@@ -48,8 +48,8 @@ StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Sl
 
 class Decoder {
  public:
-  // Runners must outlive the decoder. draft: null, or a draft model with the same vocabulary, cache groups and spans.
-  // store: null, or the second tier of both caches.
+  // Runners must outlive the decoder. draft: null, or a draft model with the same vocabulary, cache groups and spans;
+  // a draft head if it keeps hidden states. store: null, or the second tier of both caches.
   Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits);
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow the previous ones.
   StepOutput step(const std::string& plan, bool want_logits);
@@ -60,7 +60,7 @@ class Decoder {
   Runner& runner_;
   SpanStore* store_;
   Slots slots_;
-  std::optional<DraftModel> draft_;
+  std::unique_ptr<Drafter> drafter_;
 };
 
 }  // namespace as

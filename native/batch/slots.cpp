@@ -145,7 +145,7 @@ void Slots::begin(const Plan& plan) {
   for (int i : plan.free) slots_[i].live = false;
   for (const NewSequence& s : plan.fresh) {
     Slot& slot = slots_[s.slot];
-    slot.live = true;
+    slot.live = true, slot.sequence++;
     slot.sampling = s.sampling, slot.history = s.history;
     slot.spans.assign(groups(), {});
     slot.lookup.clear();

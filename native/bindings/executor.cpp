@@ -10,6 +10,7 @@
 #include <optional>
 #include <tuple>
 
+#include "batch/draft_head.h"
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
 #include "bindings/model.h"
@@ -153,6 +154,10 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "Adds a matrix and returns its id. experts: a stack of this many experts' matrices, for expert_linear. "
           "order:\n"
           "the input feature of each column, -1 for none; empty: all in order. Keywords: the layout of its scales.")
+      .def(
+          "share_matrix", [](Executor& e, const Executor& other, int id) { return e.share_matrix(other, id); },
+          py::arg("other"), py::arg("id"), py::keep_alive<1, 2>(),
+          "Adds the matrix `id` of an executor from which this one was made by beside(), and returns its id here.")
       .def(
           "fill_matrix",
           [](Executor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,
@@ -337,6 +342,7 @@ void bind_executor(py::module_& m) {
       .def(py::init<int, std::vector<int>, std::shared_ptr<Communicator>>(), py::arg("threads"),
            py::arg("cpus") = std::vector<int>{}, py::arg("shared_memory") = nullptr,
            "shared_memory: to the group's other ranks, each of which has a shard of the vocabulary.");
+  m.attr("HELD_STATES") = DraftHead::kHeld;
   py::class_<Executor, StepModel, std::shared_ptr<Executor>> executor(
       m, "Executor", "One rank's ops, weights and KV cache of a model.");
   executor.def(py::init([](int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus,

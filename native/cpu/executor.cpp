@@ -36,6 +36,13 @@ int Executor::add_vector(std::vector<float> values) {
   return weights_.add_vector(std::move(values));
 }
 
+int Executor::share_matrix(const Executor& other, int id) {
+  if (other.pool_ != pool_) throw std::invalid_argument("share_matrix: the models do not share threads");
+  const int own = weights_.share_matrix(other.weights_, id);
+  program_.add_weight(other.program_.weights()[id]);
+  return own;
+}
+
 void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused,
                         std::shared_ptr<Executor> draft, int masks, const AdapterLimits& adapters) {
   if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");

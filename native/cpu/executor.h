@@ -29,6 +29,8 @@ class Executor : public Model {
   int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1,
                  const ScaleLayout& scaling = {}, std::vector<int> order = {});
   int add_vector(std::vector<float> values);
+  // The matrix `id` of `other`, which shares this model's threads and must outlive its use.
+  int share_matrix(const Executor& other, int id);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
 

@@ -73,6 +73,9 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     forms.emplace_back(form, lay_out(*form, needs));
   }
   allocate(needs);
+  for (const OpNode& op : program.ops())
+    if (op.is(Op::keep_hidden)) kept_width_ = program.in(op).width;
+  kept_.resize((size_t)limits.max_rows * kept_width_);
   for (auto& [form, offsets] : forms) {
     for (size_t t = 0; t < offsets.size(); t++)
       if (offsets[t] != kNowhere) form->tensors[t].data = reinterpret_cast<float*>(activations_.as() + offsets[t]);
@@ -85,8 +88,8 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
   form.begin = steps_.size();
   for (size_t i = 0; i < form.ops.size(); i++) {
     const FusedOp& fused = form.ops[i];
-    Binding binding{core_,      {},        limits_, cache_, scratch_, rotary_,
-                    attention_, routings_, output_, masks,  adapters, &slot_pages_};
+    Binding binding{core_,     {},      limits_, cache_,   scratch_,     rotary_,     attention_,
+                    routings_, output_, masks,   adapters, kept_.data(), &slot_pages_};
     for (size_t p = 0; p < fused.parts.size(); p++) {
       const OpNode& op = program_.ops()[fused.parts[p]];
       Part part{op, weights_, {}, {}};

@@ -41,6 +41,7 @@ class CpuRunner : public Runner {
             const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
   RunOutput run(const Batch& batch, bool want_logits) override;
+  KeptRows kept() const override { return {kept_.data(), kept_width_}; }
   void set_profiling(bool on);  // true: resets the counters; false: keeps them
   const std::vector<Step>& steps() const { return steps_; }
   const SpanCache& cache() const { return cache_; }
@@ -89,6 +90,8 @@ class CpuRunner : public Runner {
   std::vector<Step> steps_;
   std::vector<Step*> needed_;  // of the current step
   RunOutput output_;
+  std::vector<float> kept_;  // [max_rows, kept_width_]
+  int kept_width_ = 0;
   bool profiling_ = false;
 };
 

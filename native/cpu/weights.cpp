@@ -235,6 +235,12 @@ int Weights::add_vector(std::vector<float> values) {
   return (int)weights_.size() - 1;
 }
 
+int Weights::share_matrix(const Weights& other, int id) {
+  weights_.push_back({other.matrix(id), other.weights_[id].source_hash, {}, other.experts(id), {}, true});
+  sizes_.push_back(other.sizes_[id]);
+  return (int)weights_.size() - 1;
+}
+
 void Weights::read_row(int id, int64_t row, float* out) const {
   const int64_t n = matrix(id).n, all = n * experts(id);
   if (row < 0 || row >= all)
@@ -262,14 +268,15 @@ const std::vector<float>& Weights::vector(int id) const {
 
 size_t Weights::bytes() const {
   size_t total = 0;
-  for (double size : sizes_) total += (size_t)size;
+  for (size_t i = 0; i < sizes_.size(); i++)
+    if (!weights_[i].shared) total += (size_t)sizes_[i];
   return total;
 }
 
 std::vector<std::pair<const void*, size_t>> Weights::memory() const {
   std::vector<std::pair<const void*, size_t>> all;
   for (const Weight& w : weights_)
-    if (w.packed.k) all.emplace_back(w.packed.data, matrix_bytes(w.packed, w.experts));
+    if (w.packed.k && !w.shared) all.emplace_back(w.packed.data, matrix_bytes(w.packed, w.experts));
   return all;
 }
 

@@ -50,6 +50,8 @@ class Weights {
   // Quantizes rows into plain arrays. Returns the number of NaN and infinite values.
   int64_t quantize(const SourceRows& source, const QuantizedRows& out, int64_t rows) const;
   int add_vector(std::vector<float> values);
+  // A matrix of another model whose threads are the same and which must outlive its use.
+  int share_matrix(const Weights& other, int id);
 
   // Ids number matrices and vectors together. Throw std::invalid_argument for the other kind.
   const Packed& matrix(int id) const;  // of a stack, the first one
@@ -59,7 +61,7 @@ class Weights {
   // out [in features]: a row of a matrix, dequantized.
   void read_row(int id, int64_t row, float* out) const;
 
-  size_t bytes() const;
+  size_t bytes() const;                                        // without shared matrices
   const std::vector<double>& sizes() const { return sizes_; }  // bytes of each
   std::vector<std::pair<const void*, size_t>> memory() const;  // of matrices, to check on which node their pages are
 
@@ -70,6 +72,7 @@ class Weights {
     std::vector<float> values;
     int experts = 1;              // matrices like `packed`, one after the other
     std::vector<int> order = {};  // packed.order's
+    bool shared = false;          // another model's
   };
   // Calls part(matrix, rows, row offset in it, rows before) for each matrix of a stack that contains any of the rows
   // [row_offset, row_offset + rows).

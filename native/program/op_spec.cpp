@@ -228,6 +228,15 @@ void check_add(const Program& p, const OpNode& op) {
   if (p.in(op).rows != p.in(op, 1).rows) throw wrong(op, "its inputs differ in rows");
 }
 
+void check_concat(const Program& p, const OpNode& op) {
+  width_is(op, p.out(op), (long)p.in(op).width + p.in(op, 1).width, "output");
+  if (p.in(op).rows != p.in(op, 1).rows) throw wrong(op, "its inputs differ in rows");
+}
+
+void check_all_rows(const Program& p, const OpNode& op) {
+  if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have all rows");
+}
+
 void check_gated_rms_norm(const Program& p, const OpNode& op) {
   check_add(p, op);
   const int head_dim = op.integer("head_dim");

@@ -119,6 +119,12 @@ OP(lora, kTwo, kOne, kNone, true, RowRule::as_input,
     within(whole_or("blocks", 1, Scope::graph), 1, 255),
     at_least_0(of_rank("offset", RankRule::offset)), at_least_0(of_rank("columns", RankRule::width))},
    check_lora, each_value<1>)
+// The columns of both inputs, one after the other.
+OP(concat, kTwo, kOne, kNone, false, RowRule::as_input, {}, check_concat, each_value<0>)
+// Keeps the rows, hidden states, for a draft head: a program whose kept_hidden outputs, for each of its rows, a row
+// that the model or the draft head itself has kept in an earlier step.
+OP(keep_hidden, kOne, kNone, kNone, false, RowRule::none, {}, check_all_rows, each_value<0>)
+OP(kept_hidden, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, each_value<0>)
 OP(select_rows, kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows)
 // Outputs hidden states for items that request them.
 OP(hidden_states, kOne, kNone, kNone, false, RowRule::none, {}, check_hidden_states, each_value<0>)

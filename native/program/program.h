@@ -69,6 +69,7 @@ class Program {
   int add_matrix(int out_features, int in_features, const std::string& format, int group_size,
                  const ScaleLayout& layout = {});
   int add_vector(int n);
+  int add_weight(const WeightSpec& weight) { return weights_.push_back(weight), (int)weights_.size() - 1; }
   int add_row_set(int of, int times);
   int add_tensor(int width, int rows = kAllRows, TensorType type = TensorType::float32);
   int add_cache_group(CacheKind kind, int window = 0);

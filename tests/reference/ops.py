@@ -193,6 +193,11 @@ def embedding(rank, op, x, w):
 
 
 @op
+def concat(rank, op, x, w):
+    return np.concatenate(x, axis=1)
+
+
+@op
 def select_rows(rank, op, x, w):
     return x[0][rank.batch.outputs]
 

@@ -57,6 +57,8 @@ def test_specs_are_complete_and_readable():
         ("qk_norm", ["x", "y"], [], ["v16", "v16"], {"eps": 1, "q_width": 16, "k_width": 16, "q_columns": 16,
                                                      "k_columns": 16}, "second input is 32 wide, expected 2"),
         ("add", ["x", "logits64"], [], [], {}, "its inputs differ in rows"),
+        ("concat", ["x", "y"], ["x"], [], {}, "output is 64 wide, expected 96"),
+        ("keep_hidden", ["logits64"], [], [], {}, "its input must have all rows"),
         ("causal_conv", ["x"], ["x"], ["v64"], {"taps": 2}, "vector of 64 values, expected 128"),
         ("causal_conv", ["x"], ["y"], ["v64"], {"taps": 1}, "output is 32 wide, expected 64"),
         ("causal_conv", ["x"], ["x"], ["v64"], {"taps": 65}, "taps is 65: expected an integer of 1 to 64"),

@@ -1,0 +1,71 @@
+"""Draft heads that checkpoints bring (multi-token prediction, arXiv 2412.19437, section 2.2): one more layer, which
+drafts the tokens after the next one from the model's hidden states. Of several heads the first is used, repeatedly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from allspark_server.models.blocks import begin, finish
+from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.network import ModelConfig
+
+#: adds a layer to a graph: the residual stream, the prefix of the names of its tensors, its number
+Layer = Callable[[Graph, Tensor, str, int], None]
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A family's draft head.
+
+    prefix: of the names of its tensors, with {layers} for the number of layers. mark: the name of a tensor that every
+    checkpoint with a head has, without the prefix. output: the same of an output matrix of its own, "" if it has none.
+    build: makes the graph from the head's config, the prefix and the name of the output matrix.
+    """
+
+    prefix: str
+    mark: str
+    output: str
+    build: Callable[[ModelConfig, str, str], Graph]
+
+
+def head_config(config: ModelConfig, stacked: bool) -> ModelConfig:
+    """The config of a draft head: one layer, with experts if the model has some. stacked: see ExpertConfig."""
+    experts = config.experts and replace(config.experts, dense_layers=(), stacked=stacked)
+    return replace(config, num_layers=1, experts=experts, delta=None)
+
+
+def _merged(graph: Graph, x: Tensor, embedding_norm: str, hidden_norm: str, projection: str,
+            unit_offset: int = 0) -> Tensor:
+    """The projection of a row's embedding and hidden state, both normed."""
+    size = graph.config.hidden_size
+    more: dict[str, Any] = {"unit_offset": unit_offset} if unit_offset else {}
+    both = graph.concat(graph.rms_norm(x, embedding_norm, **more),
+                        graph.rms_norm(graph.kept_hidden(), hidden_norm, out="given_normed", **more))
+    return graph.linear(both, graph.matrix(projection, size, 2 * size), None, out="merged")
+
+
+def next_n_head(layer: Layer) -> DraftHead:
+    """DeepSeek's and GLM's, stored as one more layer. It feeds itself its hidden state before the norm."""
+    def build(config: ModelConfig, prefix: str, output: str) -> Graph:
+        graph, x = begin(config)
+        x = _merged(graph, x, f"{prefix}.enorm.weight", f"{prefix}.hnorm.weight", f"{prefix}.eh_proj.weight")
+        layer(graph, x, prefix, 0)
+        graph.keep_hidden(x)
+        return finish(graph, x, f"{prefix}.shared_head.norm.weight", output)
+
+    return DraftHead("model.layers.{layers}", "eh_proj.weight", "shared_head.head.weight", build)
+
+
+def mtp_head(layer: Layer) -> DraftHead:
+    """Qwen's, whose norms multiply by 1 + w. It feeds itself its hidden state after the norm."""
+    def build(config: ModelConfig, prefix: str, output: str) -> Graph:
+        graph, x = begin(config)
+        x = _merged(graph, x, f"{prefix}.pre_fc_norm_embedding.weight", f"{prefix}.pre_fc_norm_hidden.weight",
+                    f"{prefix}.fc.weight", 1)
+        layer(graph, x, f"{prefix}.layers.0", 0)
+        return finish(graph, x, f"{prefix}.norm.weight", output, unit_offset=1).with_kept_hidden()
+
+    return DraftHead("mtp", "fc.weight", "", build)

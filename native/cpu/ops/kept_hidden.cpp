@@ -1,0 +1,62 @@
+// keep_hidden: copies rows to where the draft head finds them. kept_hidden: the rows that the batch names. concat.
+#include <algorithm>
+
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class KeepHidden : public BoundOp {
+ public:
+  explicit KeepHidden(const Binding& b) : core_(b.core), in_(b.parts[0].in()), kept_(b.kept) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, in_, batch, thread);
+    std::copy_n(in_.row(r0), (size_t)(r1 - r0) * in_.width, kept_ + (size_t)r0 * in_.width);
+  }
+
+ private:
+  const Core& core_;
+  const Tensor in_;
+  float* const kept_;
+};
+
+class KeptHidden : public BoundOp {
+ public:
+  explicit KeptHidden(const Binding& b) : core_(b.core), out_(b.parts[0].out()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, out_, batch, thread);
+    for (int r = r0; r < r1; r++) std::copy_n(batch.hidden[r], out_.width, out_.row(r));
+  }
+
+ private:
+  const Core& core_;
+  const Tensor out_;
+};
+
+class Concat : public BoundOp {
+ public:
+  explicit Concat(const Binding& b)
+      : core_(b.core), first_(b.parts[0].in()), second_(b.parts[0].in(1)), out_(b.parts[0].out()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, out_, batch, thread);
+    for (int r = r0; r < r1; r++) {
+      float* rest = std::copy_n(first_.row(r), first_.width, out_.row(r));
+      std::copy_n(second_.row(r), second_.width, rest);
+    }
+  }
+
+ private:
+  const Core& core_;
+  const Tensor first_, second_, out_;
+};
+
+}  // namespace
+
+const RegisterCpuOp kKeepHidden({{Op::keep_hidden}}, bind_op<KeepHidden>);
+const RegisterCpuOp kKeptHidden({{Op::kept_hidden}}, bind_op<KeptHidden>);
+const RegisterCpuOp kConcat({{Op::concat}}, bind_op<Concat>);
+
+}  // namespace as

@@ -1,0 +1,209 @@
+"""speculation="mtp" changes no bit: greedy and sampled requests alone without drafts, and together with the drafts of
+a head that is often right and often wrong, with a cache that is too small, on two ranks, and in chats.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers.models.qwen3_5_moe")
+
+from allspark_client import AllSparkError, AsModelConfig
+from allspark_client.types import AsCacheMode
+from support import draft_heads
+from support.adapters import write_adapter
+from support.checkpoints import checkpoint, prompt_of
+from support.invariance import PENALTIES, bits
+
+slow = pytest.mark.slow
+FAMILIES = ["qwen3-next", pytest.param("glm4-moe", marks=slow), pytest.param("deepseek-v3", marks=slow)]
+WAYS: list[dict[str, Any]] = [
+    {"do_sample": False}, {"temperature": 0.3}, {"temperature": 0.9, "top_k": 8}, {"top_p": 0.6, "temperature": 0.5},
+    {"temperature": 0.2, **PENALTIES}, {"do_sample": False, "repetition_penalty": 1.3, "min_length": 90},
+    {"temperature": 0.5, "stop_words_ids": [[token] for token in range(0, 300, 9)]},
+]
+REQUESTS = [(prompt_of(1 + 13 * i, seed=i), {"seed": i, **WAYS[i % len(WAYS)]}) for i in range(14)]
+
+
+def often_right(share: float):
+    """The model's layers add little, `share`, to its embedding, and its head nothing: it predicts from the last token
+    alone.
+    """
+    def change(tensors, names):
+        for name, tensor in tensors.items():
+            own = name.startswith(names.layer)
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
+                tensor *= 0 if own else share
+        size = len(tensors[names.projection])
+        tensors[names.projection] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+        tensors[names.embedding_norm] = torch.full((size,), 1.0 - names.one_plus)
+        tensors[names.norm] = tensors["model.norm.weight"].clone()
+        if names.output:
+            tensors[names.output] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).clone()
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    made = {}
+
+    def of(name, share=0.1):
+        if (name, share) not in made:
+            made[name, share] = draft_heads.write(tmp_path_factory.mktemp(name), name, often_right(share)).path
+        return made[name, share]
+
+    return of
+
+
+class Installed:
+    """A model in an engine."""
+
+    def __init__(self, engine, path, speculation="mtp", **fields):
+        self.engine, self.name = engine, f"heads-{random.randrange(1 << 60)}"
+        engine.install_model(AsModelConfig(self.name, str(path), speculation=speculation, **{
+            "num_threads": 1, "engine_max_batch": 8, "engine_max_length": 288, "cache_span_size": 16,
+            "enable_prefix_cache": False, **fields}))
+        engine.start_model(self.name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.release_model(self.name)
+
+    def run(self, order, together, tokens=40):
+        """Ids, bits of logprobs and finish reason, by request."""
+        started, outputs = {}, {}
+
+        def take(i):
+            handle, queue = started[i]
+            parts = list(queue)
+            outputs[i] = ([t for p in parts for t in p.ids_from_generate],
+                          [b for p in parts for b in bits(p.token_logprobs_list)], queue.FinishReason())
+            self.engine.release_request(self.name, handle)
+
+        for i in order:
+            prompt, config = REQUESTS[i]
+            _, handle, queue = self.engine.start_request(self.name, {"input_ids": prompt}, {
+                "max_new_tokens": tokens, "eos_token_id": -1, "logprobs": True, **config})
+            started[i] = handle, queue
+            if not together:
+                take(i)
+        for i in order if together else ():
+            take(i)
+        return outputs
+
+    @property
+    def counters(self):
+        return self.engine._models[self.name].scheduler.counters
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_bit_changes(name, paths, engine_of):
+    """Also where states advance between the rows of drafts, and where sequences are preempted."""
+    engine, order, path = engine_of("engine"), list(range(len(REQUESTS))), paths(name)
+    with Installed(engine, path, "off") as plain:
+        expected = plain.run(order, together=False)
+    random.Random(5).shuffle(order)
+    with Installed(engine, path) as drafting:
+        assert drafting.run(order, together=True) == expected
+        counters = drafting.counters
+        assert 0 < counters.accepted_tokens < counters.drafted_tokens
+        info = engine.get_model_info(drafting.name)
+    small = 30 * (info.cache_bytes // info.num_spans)
+    with Installed(engine, path, cache_memory=small) as drafting:
+        assert drafting.run(order, together=True) == expected
+        assert drafting.counters.preemptions > 0 and drafting.counters.accepted_tokens > 0
+
+
+@slow
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3", "qwen3-next"])
+def test_two_ranks(name, paths, engine_of):
+    engine, order = engine_of("client-2"), list(range(len(REQUESTS)))
+    outputs = []
+    for speculation in ("off", "mtp"):
+        with Installed(engine, paths(name), speculation) as model:
+            outputs.append(model.run(order, together=speculation != "off"))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_head_that_is_always_right(paths, engine_of):
+    """All its drafts are accepted, after prompts of one token and through several chunks; the prefix cache keeps the
+    entries of the head.
+    """
+    with Installed(engine_of("engine"), paths("glm4-moe", 0.0), max_step_tokens=48, enable_prefix_cache=True) as model:
+        for _ in range(2):
+            model.run([0, 7, 11], together=False)
+        counters = model.counters
+        assert counters.accepted_tokens == counters.drafted_tokens > 150
+
+
+@slow
+@pytest.mark.parametrize("host", [0, 64 << 20])
+@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3"])
+def test_the_next_turn_of_a_chat(name, host, paths, engine_of):
+    """The prefix cache keeps states and the head's entries; with a small cache, in its host tier."""
+    engine = engine_of("engine")
+    fields = {"engine_max_length": 1024, "cache_span_size": 32, "max_step_tokens": 100}
+
+    def answers(model):
+        history, found = prompt_of(300, seed=8), []
+        for turn in range(4):
+            _, handle, queue = engine.start_request(model.name, {"input_ids": history}, {
+                "max_new_tokens": 70, "eos_token_id": -1, "temperature": 0.4, "seed": 3})
+            found.append([t for part in queue for t in part.ids_from_generate])
+            engine.release_request(model.name, handle)
+            history = [*history, *found[-1], *prompt_of(40, seed=turn)]
+            if turn == 2:
+                history = prompt_of(300, seed=8)[:200] + prompt_of(30, seed=9)
+        return found
+
+    with Installed(engine, paths(name), "off", **fields) as plain:
+        expected, info = answers(plain), engine.get_model_info(plain.name)
+    small = {"cache_memory": 80 * (info.cache_bytes // info.num_spans)} if host else {}
+    with Installed(engine, paths(name), enable_prefix_cache=True, host_cache_memory=host, **fields, **small) as model:
+        assert answers(model) == expected
+        stat = engine.get_as_engine_stat(model.name)
+        assert stat.prefix_cache_hit_token > 500 and model.counters.accepted_tokens > 0
+
+
+@slow
+@pytest.mark.parametrize("form", [{"weight_dtype": "w8a8"}, {"weight_dtype": "w8a8", "quantize_head": True},
+                                  {"weight_dtype": "bfloat16", "cache_mode": AsCacheMode.AsCacheQuantI8}])
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3-next"])
+def test_formats(name, form, paths, engine_of):
+    engine, order, outputs = engine_of("engine"), list(range(7)), []
+    for how in ("off", "mtp"):
+        with Installed(engine, paths(name), how, **form) as model:
+            outputs.append(model.run(order, together=how != "off"))
+            assert model.counters.accepted_tokens > 0 or how == "off"
+    assert outputs[0] == outputs[1]
+
+
+@slow
+def test_adapters(paths, engine_of, tmp_path):
+    """Rows with an adapter take the drafts of the head without one."""
+    engine, outputs = engine_of("engine"), []
+    path = paths("glm4-moe")
+    adapter = write_adapter(tmp_path / "a", path, strength=0.05)
+    for how in ("off", "mtp"):
+        with Installed(engine, path, how, lora_max_num=2, lora_max_rank=8) as model:
+            engine.load_lora(model.name, str(adapter))
+            for i in range(4):
+                REQUESTS[i][1]["lora_name"] = "a"
+            try:
+                outputs.append(model.run(list(range(7)), together=how != "off"))
+            finally:
+                for i in range(4):
+                    del REQUESTS[i][1]["lora_name"]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_checkpoint_without_a_head(engine_of):
+    with pytest.raises(AllSparkError, match="has no draft head that is served for Glm4MoeForCausalLM"):
+        engine_of("engine").install_model(AsModelConfig("none", str(checkpoint("glm4-moe")), speculation="mtp"))
