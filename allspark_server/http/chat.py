@@ -14,8 +14,8 @@ from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages
 from .choices import DONE, fingerprint, ids_field, prompt_field, token_bytes, usage
 from .errors import bad_value, not_available
-from .logprobs import chat_logprobs, chat_logprobs_json, quoted
-from .pieces import joined, json_list, json_object
+from .logprobs import chat_logprobs, chat_logprobs_json
+from .pieces import joined, json_list, json_object, quoted
 from .replies import ChatReplies, ChatReply, chat_spec, effort_kwargs
 from .sampling import check_prompt_logprobs, check_room, check_stream_options, config_of, response_format
 

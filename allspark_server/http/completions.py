@@ -19,8 +19,8 @@ from .chat_wire import ResponseFormat
 from .choices import DONE, Choice, Choices, fingerprint, ids_field, prompt_field, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
 from .infill import prompts_with_suffix
-from .logprobs import CompletionLogprobs, logprobs_in_pieces, quoted
-from .pieces import joined, json_object
+from .logprobs import CompletionLogprobs, logprobs_in_pieces
+from .pieces import joined, json_object, quoted
 from .pool import Answer, Pool
 from .sampling import check_prompt_logprobs, check_room, check_stream_options, config_of, response_format
 from .wire import INT32_MAX, Generation, Many

@@ -10,11 +10,10 @@ from typing import Any
 
 from allspark_client.types import GeneratedElements
 
-from .pieces import json_list
+from .pieces import json_list, quoted
 
 #: what other servers write for -inf, which JSON does not have
 _LEAST = -9999.0
-quoted = json.encoder.encode_basestring_ascii   # a str as JSON, in the fastest way
 
 
 def finite(logprob: float) -> float:

@@ -11,6 +11,7 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallArguments, T
 from .call import Call, new_id
 from .errors import bad_value
 from .messages_wire import MessagesRequest, Prompt, ThinkingOn, messages_of, options_of, response_format_of
+from .pieces import quoted
 from .replies import ChatReplies, ChatReply, chat_spec
 from .sampling import check_room, config_of
 
@@ -140,15 +141,19 @@ class _Stream:
     def _of(self, event: Event) -> bytes:
         if isinstance(event, ToolCallBegin):
             return self._open("tool_use", id=event.id, name=event.name, input={})
+        empty: dict[str, str] = {}
         if isinstance(event, Content):
-            kind, empty, delta = "text", {"text": ""}, {"type": "text_delta", "text": event.text}
+            kind, empty, delta, field, text = "text", {"text": ""}, "text_delta", "text", event.text
         elif isinstance(event, Reasoning):
             kind, empty = "thinking", {"thinking": "", "signature": ""}
-            delta = {"type": "thinking_delta", "thinking": event.text}
+            delta, field, text = "thinking_delta", "thinking", event.text
         else:
-            kind, empty, delta = "tool_use", {}, {"type": "input_json_delta", "partial_json": event.delta}
+            kind, delta, field, text = "tool_use", "input_json_delta", "partial_json", event.delta
         data = b"" if self._block == kind else self._open(kind, **empty)
-        return data + _event("content_block_delta", index=self._blocks - 1, delta=delta)
+        # as _event, but in the fastest way: every token comes here
+        return data + ('event: content_block_delta\ndata: {"type": "content_block_delta", '
+                       f'"index": {self._blocks - 1}, "delta": {{"type": "{delta}", "{field}": {quoted(text)}}}}}\n\n'
+                       ).encode()
 
     def _open(self, kind: str, **fields: Any) -> bytes:
         data = self._close()
