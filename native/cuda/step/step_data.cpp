@@ -11,12 +11,21 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int), kItemInts = si
 static_assert(kChunkRows == kStateStep && kMostDrafts <= kChunkRows);
 
 constexpr int kMostCutRows = 64;  // of an item that several decode tiles compute
-// Estimated times, in those that a prefill tile takes for a block of 64 positions.
+static_assert(kDecodePairs <= kMostCutRows);
+// Estimated times, in those that a tile of either kind takes for a block of 64 positions (0.9 us on an H100).
 constexpr int kBlockTokens = 64;
-constexpr double kDecodeBlock = 0.6, kDecodeSplit = 0.6;  // of a decode tile, for a block and for a KV split
-constexpr double kPrefillExtra = 12;                      // of a step with prefill tiles, which no graph has
+constexpr double kDecodeSplit = 2,  // of a decode tile, for a KV split
+    kPrefillExtra = 8;              // a layer's, of a step with prefill tiles, which no graph has
 
 int splits_of(int positions) { return (positions + kKvSplitTokens - 1) / kKvSplitTokens; }
+
+// KV splits of an item that decode tiles of so many rows compute.
+int splits_of(const Item& item, int tile_rows) {
+  int splits = 0;
+  for (int row = 0; row < item.count; row += tile_rows)
+    splits += splits_of(item.start + std::min(row + tile_rows, item.count));
+  return splits;
+}
 
 }  // namespace
 
@@ -65,31 +74,33 @@ void StepData::choose_tiles(const Batch& batch) {
   int kv_splits = 0;
   for (size_t i = 0; i < batch.items.size(); i++) {
     const Item& item = batch.items[i];
-    int splits = 0;  // of the item's tiles
-    if (item.count <= tile_rows || (cuts && item.count <= kMostCutRows))
-      for (int row = 0; row < item.count; row += tile_rows)
-        splits += splits_of(item.start + std::min(row + tile_rows, item.count));
-    decoded_[i] = splits && kv_splits + splits <= limits_.max_splits;
+    if (item.count > (cuts ? kMostCutRows : tile_rows)) continue;
+    const int splits = splits_of(item, tile_rows);
+    decoded_[i] = kv_splits + splits <= limits_.max_splits;
     if (decoded_[i]) kv_splits += splits;
   }
 }
 
 // Whether decode tiles are expected to compute chunks of a few rows in less time. They share each context out over all
-// SMs, but read it once for every few rows. A prefill tile walks through the context on one SM.
+// SMs, but read it once for every few rows. A prefill tile walks through the context on one SM. If decode tiles cannot
+// hold all such chunks, none is cut: a step with long contexts in both kinds of tiles would take the time of both.
 bool StepData::cuts_chunks(const Batch& batch) const {
   if (limits_.short_chunks != ShortChunks::fastest) return limits_.short_chunks == ShortChunks::decode;
   const int tile_rows = kDecodePairs / limits_.group;
   const double each = (double)limits_.kv_heads / limits_.sms;  // time of all SMs that a tile and KV head takes
   double decode = 0, prefill = 0, longest = 0;
+  int kv_splits = 0;
   for (const Item& item : batch.items) {
-    if (item.count <= tile_rows || item.count > kMostCutRows) continue;
+    if (item.count > kMostCutRows) continue;
+    kv_splits += splits_of(item, tile_rows);
+    if (item.count <= tile_rows) continue;
     const int end = item.start + item.count, blocks = (end + kBlockTokens - 1) / kBlockTokens;
     const int tiles = (item.count + tile_rows - 1) / tile_rows,
               wide = (item.count * limits_.group + kPrefillPairs - 1) / kPrefillPairs;
-    decode += tiles * each * (kDecodeBlock * blocks + kDecodeSplit * splits_of(end));
+    decode += tiles * each * (blocks + kDecodeSplit * splits_of(end));
     prefill += wide * each * blocks, longest = std::max(longest, (double)blocks);
   }
-  return decode <= std::max(prefill, longest) + kPrefillExtra;
+  return kv_splits <= limits_.max_splits && decode <= std::max(prefill, longest) + kPrefillExtra;
 }
 
 StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositions* states, const Device& device) {
