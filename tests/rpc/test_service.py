@@ -267,6 +267,15 @@ def test_tokens_without_other_news_are_columns_of_one_message():
     assert (message.requests, message.samples, message.ids) == ([2], [1], [24])
 
 
+def test_all_tokens_say_what_came_from_the_prefix_cache(client):
+    prompt = [i % 900 for i in range(100)]
+    for cached in (0, 96):
+        with client.generate("m", {"input_ids": prompt}, {"max_new_tokens": 12, "n": 2}) as generation:
+            found = {(elements.sample_index, elements.prefix_cache_len) for elements in generation}
+        assert cached == 0 or found == {(0, cached), (1, cached)}
+        assert [sample.ids_from_generate for sample in generation.samples] == [expected(prompt, 12, i) for i in (0, 1)]
+
+
 def test_tokens_in_columns_count_as_unread():
     session, columns = ClientStream(None, lambda *_: None, max_pending=10), TokenColumns()
     session._pending[1] = _Pending(answered=True, cached={0: 0})
