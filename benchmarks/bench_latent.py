@@ -61,7 +61,7 @@ def main() -> None:
     for _ in range(STEPS - 2):
         e.step(StepPlan(work=[WorkItem(slot, 1, 1) for slot in range(o.sequences)]).encode(), False)
     seconds = next(row["min"] for row in e.profile() if row["op"] == "latent_attention")
-    read = o.sequences * o.context * (LATENT + ROPE) * (2 if o.cache == "bfloat16" else 4)
+    read = o.sequences * o.context * _native.latent_span_bytes(SPAN, LATENT, ROPE, o.cache) // SPAN
     bandwidth, _ = _native.measure_roofline(threads=o.threads)
     print(f"{_native.isa()}, {o.cache}, {o.heads} heads, {o.threads} threads: {seconds * 1e3:.2f} ms, "
           f"{read / seconds / 1e9:.1f} GB/s, {read / seconds / bandwidth:.2f} of the bandwidth")

@@ -54,7 +54,7 @@ class Device:
     step_tokens = 256
     most_rows = 2**31 - 1
     cache_share, largest_cache_share = 0.6, 0.9
-    latent_caches: tuple[str, ...] = ("float32", "bfloat16")
+    latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
     host_memory = True
     _library: Any  # the native library for the device
 
@@ -122,8 +122,7 @@ class Device:
 
     def latent_span_bytes(self, span_size: int, op: Op, dtype: str) -> int:
         """Bytes of a span of the cache of an op with latent attention."""
-        width = int(op.attrs["latent_dim"]) + int(op.attrs["rope_dim"])
-        return self._library.latent_span_bytes(span_size, width, dtype)
+        return self._library.latent_span_bytes(span_size, int(op.attrs["latent_dim"]), int(op.attrs["rope_dim"]), dtype)
 
     def state_bytes(self, graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
         """Bytes that an op with a state keeps of a sequence on a rank: its state, and its recent rows."""

@@ -426,7 +426,7 @@ def variant_digests() -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def latent_digests() -> dict[str, str]:
     """Digests of latent attention, by weight format and type of the cache."""
-    cases = [(*WEIGHTS[0], "float32"), (*WEIGHTS[1], "bfloat16")]
+    cases = [(*WEIGHTS[0], "float32"), (*WEIGHTS[1], "bfloat16"), (*WEIGHTS[0], "int8")]
     return {f"latent {weights} {cache}": _run(_latent(weights, group, cache), (3, 63, 130), groups=2)
             for weights, group, cache in cases}
 

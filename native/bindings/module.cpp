@@ -66,11 +66,12 @@ PYBIND11_MODULE(_native, m) {
       "Bytes of a span of the KV cache, for one layer and KV head.");
   m.def(
       "latent_span_bytes",
-      [](int span_size, int width, const std::string& dtype) {
-        return as::latent_layout(as::cache_dtype_of(dtype), span_size, width, as::kernels().rules.bf16_pairs).bytes;
+      [](int span_size, int latent_dim, int rope_dim, const std::string& dtype) {
+        const bool pairs = as::kernels().rules.bf16_pairs;
+        return as::latent_layout(as::cache_dtype_of(dtype), span_size, latent_dim + rope_dim, latent_dim, pairs).bytes;
       },
-      py::arg("span_size"), py::arg("width"), py::arg("dtype"),
-      "Bytes of a span of a latent cache, for one layer. width: features of a token's row.");
+      py::arg("span_size"), py::arg("latent_dim"), py::arg("rope_dim"), py::arg("dtype"),
+      "Bytes of a span of a latent cache, for one layer.");
   m.def(
       "attention_bytes",
       [](int threads, int max_length, int head_dim, const std::string& dtype, int rope_dim) {
@@ -78,7 +79,7 @@ PYBIND11_MODULE(_native, m) {
         const as::DType type = as::cache_dtype_of(dtype);
         const bool pairs = as::kernels().rules.bf16_pairs;
         return as::attention_bytes(
-            rope_dim ? as::packed_layout(as::latent_layout(type, kSpanSize, head_dim + rope_dim, pairs),
+            rope_dim ? as::packed_layout(as::latent_layout(type, kSpanSize, head_dim + rope_dim, head_dim, pairs),
                                          as::kBlockTokens, head_dim)
                      : as::span_layout(type, kSpanSize, head_dim, pairs),
             threads, max_length);

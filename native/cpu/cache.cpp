@@ -94,6 +94,14 @@ void write_token(const SpanLayout& layout, char* span, int token, const float* k
 
 void write_latent(const SpanLayout& s, char* span, int token, const float* row) {
   char* to = span + token * s.row_bytes;
+  if (s.split) {
+    uint8_t* quants = reinterpret_cast<uint8_t*>(to);
+    float* scales = reinterpret_cast<float*>(to + s.row_bytes - kLatentScaleBytes);
+    const int first = padded_part(s.split), rest = s.head_dim - s.split;
+    quantize(row, s.split, first, 255, quants, scales, scales + 1);
+    quantize(row + s.split, rest, padded_part(rest), 255, quants + first, scales + 2, scales + 3);
+    return;
+  }
   std::memset(to, 0, s.row_bytes);
   if (s.dtype == DType::f32) std::memcpy(to, row, s.head_dim * sizeof(float));
   else

@@ -123,7 +123,8 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
     const bool latent = op.is(Op::latent_attention), pairs = core_.k.rules.bf16_pairs;
     if (!latent && !op.is(Op::span_attention)) continue;
     LayerCache layer;
-    layer.layout = latent ? latent_layout(limits.dtype, limits.span_size, program_.in(op, 2).width, pairs)
+    layer.layout = latent ? latent_layout(limits.dtype, limits.span_size, program_.in(op, 2).width,
+                                          op.integer("latent_dim"), pairs)
                           : span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs);
     layer.kv_heads = latent ? 1 : op.integer("kv_heads");
     const LayerCache& found = layers.emplace(op.integer("layer"), layer).first->second;

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from allspark_client import AsCacheMode
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
+from allspark_server.runtime.native import native_library
 from reference.loading import logits_after, model_runner
 from support.checkpoints import (
     LATENT,
@@ -160,6 +161,38 @@ def test_a_quantized_kv_b_proj_of_another_shape_is_refused(tmp_path):
         Driver(quantized, 1)
 
 
-def test_a_quantized_latent_cache_is_refused():
-    with pytest.raises(AllSparkError, match="is not available for latent attention"):
-        Driver(checkpoint("deepseek-v3"), 1, cache_mode=AsCacheMode.AsCacheQuantI8)
+# -- the cache in int8 -------------------------------------------------------------------------------------------------
+INT8 = {"cache_mode": AsCacheMode.AsCacheQuantI8}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "deepseek-v3" else slow) for name in LATENT])
+def test_an_int8_cache(name):
+    """Close to the reference, and the same bits in chunks, in a batch and in decode. A row has scales of its own for the
+    latent and the rotated key.
+    """
+    prompts = [prompt_of(n, seed=9) for n in (1, 40, 270)]
+    with Driver(checkpoint(name), 1, **INT8, engine_max_batch=4, max_step_tokens=1024) as driver:
+        expected = [together(driver, [p], 1 << 20)[0] for p in prompts]
+        for row, wanted in zip(together(driver, prompts, 37), expected):
+            np.testing.assert_array_equal(row, wanted)
+        tokens, logits = driver.generate(prompts[1], 40)
+        again = driver.generate([*prompts[1], *tokens[:33]], 1, chunk=50)[1][0]
+        np.testing.assert_array_equal(again, logits[33])
+    reference = reference_logits(checkpoint(name), prompts[2])
+    for world in (1, 2):
+        with Driver(checkpoint(name), world, **INT8) as driver:
+            error = driver.generate(prompts[2], 1)[1][0] - reference
+        assert np.sqrt(np.mean(error ** 2)) / reference.std() < 0.05
+
+
+def test_bytes_of_an_int8_cache():
+    """Of DeepSeek-V3's row: 576 values, and two scales with minima."""
+    rows = {dtype: native_library().latent_span_bytes(128, 512, 64, dtype) / 128
+            for dtype in ("float32", "bfloat16", "int8")}
+    assert rows == {"float32": 2304, "bfloat16": 1152, "int8": 592}
+
+
+def test_a_latent_cache_of_4_bits_is_refused():
+    with pytest.raises(AllSparkError, match="'uint4' is not available for latent attention: expected float32 or "
+                                            "bfloat16 or int8"):
+        Driver(checkpoint("deepseek-v3"), 1, cache_mode=AsCacheMode.AsCacheQuantU4)

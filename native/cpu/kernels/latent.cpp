@@ -2,7 +2,7 @@
 //
 // The cache holds one row a token, so that decode reads each byte once. Keys are wanted as [group][d][token], values as
 // rows or as pairs of rows. A packed block stays in the second-level cache, and serves all query heads of a group of
-// tiles. Packing moves bits only, so results do not depend on it.
+// tiles. Packing moves bits only, after rows of int8 are dequantized, so results do not depend on it.
 #include <cstdint>
 #include <cstring>
 
@@ -74,6 +74,39 @@ void interleave(const char* even, const char* odd, int n, char* out) {
   }
 }
 
+// Dequantizes n values, a multiple of 16. bfloat16 is for instruction sets that convert to it.
+void dequantize(const uint8_t* quants, int n, float scale, float minimum, [[maybe_unused]] DType dtype, char* out) {
+#if defined(AS_ISA_AVX512)
+  const vf factor = vset(scale), low = vset(minimum);
+  for (int d = 0; d < n; d += W) {
+    const vf x = vfma(to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(quants + d)))), factor, low);
+#if defined(__AVX512BF16__)
+    if (dtype == DType::bf16) {
+      _mm256_storeu_si256((__m256i*)(out + 2 * d), (__m256i)_mm512_cvtneps_pbh(x));
+      continue;
+    }
+#endif
+    vstore(reinterpret_cast<float*>(out) + d, x);
+  }
+#else
+  float* to = reinterpret_cast<float*>(out);
+  for (int d = 0; d < n; d++) to[d] = quants[d] * scale + minimum;
+#endif
+}
+
+// Dequantizes a group of rows, to float_row_bytes each. The padding of a row's parts is overwritten by what follows.
+void dequantize_rows(const SpanLayout& s, const char* rows, char* out) {
+  const size_t each = s.float_row_bytes(), size = bits_of(s.dtype) / 8;
+  const int first = padded_part(s.split), rest = s.head_dim - s.split;
+  for (int t = 0; t < kKeyGroup; t++, rows += s.row_bytes, out += each) {
+    const uint8_t* quants = reinterpret_cast<const uint8_t*>(rows);
+    const float* scales = reinterpret_cast<const float*>(rows + s.row_bytes - kLatentScaleBytes);
+    dequantize(quants, first, scales[0], scales[1], s.dtype, out);
+    dequantize(quants + first, padded_part(rest), scales[2], scales[3], s.dtype, out + s.split * size);
+    std::memset(out + s.head_dim * size, 0, each - s.head_dim * size);
+  }
+}
+
 }  // namespace
 
 void pack_latent(const SpanLayout& s, const void* const* spans, const void* const* next, int span_size, int tokens,
@@ -83,12 +116,18 @@ void pack_latent(const SpanLayout& s, const void* const* spans, const void* cons
     const char* rows = static_cast<const char*>(spans[t / span_size]) + within;
     const char* ahead = static_cast<const char*>(next[t / span_size]) + within;
     for (size_t line = 0; line < kKeyGroup * s.row_bytes; line += 64) prefetch_far(ahead + line);
+    size_t stride = s.row_bytes;
+    if (s.split) {
+      char* floats = out + s.scale_offset;
+      dequantize_rows(s, rows, floats);
+      rows = floats, stride = s.float_row_bytes();
+    }
     char *keys = out + t / kKeyGroup * s.group_bytes, *values = out + s.value_offset + t * s.value_bytes;
-    if (s.dtype == DType::f32) transpose_words(rows, s.row_bytes, s.head_dim, keys);
-    else if (s.pairs) transpose_words(rows, s.row_bytes, s.key_dim / 2, keys);
-    else transpose<uint16_t>(rows, s.row_bytes, s.head_dim, keys);
+    if (s.dtype == DType::f32) transpose_words(rows, stride, s.head_dim, keys);
+    else if (s.pairs) transpose_words(rows, stride, s.key_dim / 2, keys);
+    else transpose<uint16_t>(rows, stride, s.head_dim, keys);
     for (int i = 0; i < kKeyGroup; i += 2, values += 2 * s.value_bytes) {
-      const char *even = rows + i * s.row_bytes, *odd = even + s.row_bytes;
+      const char *even = rows + i * stride, *odd = even + stride;
       if (s.pairs) interleave(even, odd, s.padded_dim, values);
       else std::memcpy(values, even, s.value_bytes), std::memcpy(values + s.value_bytes, odd, s.value_bytes);
     }

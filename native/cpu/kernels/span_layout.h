@@ -13,11 +13,14 @@
 // the values. A value is q * scale + minimum, with scale = (max - min) / (2^bits - 1). The minimum is stored as a
 // float, so equal values are exact.
 //
-// A latent cache (float32 or bfloat16) stores one row a token, whose first features are also its value:
+// A latent cache (float32, bfloat16 or int8) stores one row a token, whose first features are also its value:
 //
-//   latent              [token][d], d padded to a multiple of 32
+//   float32, bfloat16   [token][d], d padded to a multiple of 32
+//   int8                [token] the value's features, then the others, each part padded to a multiple of 16; scale and
+//                       minimum of the first part, then of the second
 //
-// For the kernels, a block of its rows is packed into keys and values of the layouts above (pack_latent).
+// For the kernels, a block of its rows is packed into keys and values of the layouts of float32 and bfloat16 above
+// (pack_latent). int8 becomes bfloat16 where that is stored in pairs, else float32.
 #pragma once
 #include <cstddef>
 #include <stdexcept>
@@ -41,7 +44,9 @@ struct SpanLayout {
   size_t group_bytes = 0, value_bytes = 0;                       // of a group of keys; of a token's value
   size_t value_offset = 0, scale_offset = 0, bytes = 0;          // bytes: the whole span
   size_t row_bytes = 0;                                          // of a token's row in a latent cache; 0: no such
-  int query_dim() const { return (head_dim + 31) / 32 * 32; }    // values of a converted query, 16 bits each
+  int split = 0;  // features of the first part of a quantized row of a latent cache; 0: no such
+  int query_dim() const { return (head_dim + 31) / 32 * 32; }  // values of a converted query, 16 bits each
+  size_t float_row_bytes() const { return (size_t)query_dim() * bits_of(dtype) / 8; }
 };
 
 // bf16_pairs: see Rules (format.h). Throws std::invalid_argument if the heads are too long for a quantized cache.
@@ -62,13 +67,23 @@ inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf1
   return s;
 }
 
-// The layout of one span of a latent cache. Throws std::invalid_argument if the cache would be quantized.
-inline SpanLayout latent_layout(DType dtype, int span_size, int head_dim, bool bf16_pairs) {
-  if (is_quantized(dtype)) throw std::invalid_argument("a latent KV cache must have type float32 or bfloat16");
+constexpr int kLatentPad = 16;                           // features that a part of a quantized row is padded to
+constexpr size_t kLatentScaleBytes = 4 * sizeof(float);  // at the end of a quantized row
+
+inline int padded_part(int features) { return (features + kLatentPad - 1) / kLatentPad * kLatentPad; }
+
+// The layout of one span of a latent cache. Values are the first value_dim features of a row. Throws
+// std::invalid_argument if the cache would have 4 bits.
+inline SpanLayout latent_layout(DType dtype, int span_size, int head_dim, int value_dim, bool bf16_pairs) {
+  if (dtype == DType::u4) throw std::invalid_argument("a latent KV cache must have type float32, bfloat16 or int8");
   SpanLayout s;
   s.dtype = dtype, s.span_size = span_size, s.head_dim = head_dim;
-  s.pairs = dtype == DType::bf16 && bf16_pairs;
-  s.row_bytes = (size_t)s.query_dim() * bits_of(dtype) / 8;
+  s.pairs = dtype != DType::f32 && bf16_pairs;
+  s.row_bytes = s.float_row_bytes();
+  if (dtype == DType::i8) {
+    s.split = value_dim;
+    s.row_bytes = padded_part(value_dim) + padded_part(head_dim - value_dim) + kLatentScaleBytes;
+  }
   s.bytes = s.row_bytes * span_size;
   return s;
 }
@@ -76,11 +91,14 @@ inline SpanLayout latent_layout(DType dtype, int span_size, int head_dim, bool b
 // The layout of `tokens` rows of a latent cache that are packed for the kernels. Values are the first value_dim
 // features of the rows.
 inline SpanLayout packed_layout(const SpanLayout& latent, int tokens, int value_dim) {
-  SpanLayout s = span_layout(latent.dtype, tokens, latent.head_dim, latent.pairs);
+  const DType dtype = latent.dtype != DType::i8 ? latent.dtype : latent.pairs ? DType::bf16 : DType::f32;
+  SpanLayout s = span_layout(dtype, tokens, latent.head_dim, latent.pairs);
   s.padded_dim = (value_dim + 15) / 16 * 16;
   s.value_bytes = (size_t)s.padded_dim * bits_of(s.dtype) / 8;
   s.bytes = s.scale_offset = s.value_offset + s.value_bytes * tokens;
-  s.row_bytes = latent.row_bytes;
+  s.row_bytes = latent.row_bytes, s.split = latent.split;
+  // Room for a group of rows as floats, and for the padding of the last one.
+  if (s.split) s.bytes += kKeyGroup * s.float_row_bytes() + kLatentPad * sizeof(float);
   return s;
 }
 
