@@ -14,7 +14,7 @@ pytest.importorskip("transformers.models.qwen3_5_moe")
 
 from allspark_client import AllSparkError, AsModelConfig
 from allspark_client.types import AsCacheMode
-from support import draft_heads
+from support import draft_heads, quantized_checkpoints
 from support.adapters import write_adapter
 from support.checkpoints import checkpoint, prompt_of
 from support.invariance import PENALTIES, bits
@@ -182,6 +182,28 @@ def test_formats(name, form, paths, engine_of):
         with Installed(engine, paths(name), how, **form) as model:
             outputs.append(model.run(order, together=how != "off"))
             assert model.counters.accepted_tokens > 0 or how == "off"
+    assert outputs[0] == outputs[1]
+
+
+@slow
+def test_float8_blocks(engine_of, tmp_path):
+    """A checkpoint in blocks of float8, as GLM's and DeepSeek's are: all of the head but its projection."""
+    make, quantization = quantized_checkpoints.float8_blocks(128, 128)
+    spec, parts = quantized_checkpoints.GLM, {}
+    for part, each in (("model", spec), ("head", draft_heads.one_layer(spec))):
+        parts[part], _ = quantized_checkpoints.write_pair(tmp_path / part, each, make, quantization)
+    tensors, layer = (draft_heads.tensors_of(path) for path in parts.values())
+    names = draft_heads.next_n(spec.fields["num_hidden_layers"])
+    tensors |= {names.layer + n.removeprefix("model.layers.0."): t for n, t in layer.items() if ".layers.0." in n}
+    size = len(tensors["model.norm.weight"])
+    tensors |= dict.fromkeys((names.embedding_norm, names.hidden_norm, names.norm), tensors["model.norm.weight"])
+    tensors[names.projection] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    draft_heads.save(tensors, parts["model"])
+    engine, outputs = engine_of("engine"), []
+    for how in ("off", "mtp"):
+        with Installed(engine, parts["model"], how) as model:
+            outputs.append(model.run(list(range(7)), together=how != "off"))
+            assert (model.counters.drafted_tokens > 0) == (how == "mtp")
     assert outputs[0] == outputs[1]
 
 

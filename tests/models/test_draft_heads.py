@@ -51,6 +51,9 @@ def test_drafts(name, world, heads):
     made = heads(name)
     with Driver(made.path, world, speculation="mtp") as driver:
         check_drafts(driver, made, (2, 64), (40, 13), (130, 64))
+        for runner in driver.runners:  # planned as loaded, without what it shares
+            assert runner._draft.weight_bytes(runner._device) == runner._draft_executor.weight_bytes()
+            assert runner._draft._shares(runner._draft.graph.weights["model.embed_tokens.weight"])
     with Driver(made.path, world, speculation="mtp", max_step_tokens=8) as driver:
         check_drafts(driver, made, (40, 1), (43, 5))  # more held states than a step has rows
 

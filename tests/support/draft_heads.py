@@ -51,6 +51,12 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
+def save(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    """Writes the tensors of a checkpoint into one file."""
+    separate = {name: t.contiguous().clone() for name, t in tensors.items()}
+    save_file(separate, directory / "model.safetensors", {"format": "pt"})
+
+
 def one_layer(spec: Spec) -> Spec:
     """The model of one layer that the head's layer is."""
     fields = {**spec.fields, "num_hidden_layers": 1, "first_k_dense_replace": 0, "mlp_only_layers": [],
@@ -130,12 +136,12 @@ def write(folder: Path, name: str, change: Any = None, **fields: Any) -> Checkpo
         tensors[names.output] = head["lm_head.weight"]
     else:
         head["lm_head.weight"] = output.clone()
-        save_file(head, layer / "model.safetensors", {"format": "pt"})
+        save(head, layer)
     if change:
         change(tensors, names)
     both = folder / "both"
     shutil.copytree(source, both, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file({n: t.contiguous().clone() for n, t in tensors.items()}, both / "model.safetensors", {"format": "pt"})
+    save(tensors, both)
     return Checkpoint(both, layer, names)
 
 
