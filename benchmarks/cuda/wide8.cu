@@ -2,7 +2,8 @@
 // stream-K kernel's, error against float64, and speed at the shapes of Qwen2.5-7B.
 // `./wide8 [integers | groups | blocks] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`,
 // integers being w8a8's, groups floats with a scale for each 128 columns, blocks the same with equal scales in all rows
-// of a block nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
+// of a block
+// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
 //   ../../../native/cuda/kernels/quantize/quantize_rows.cu -o wide8
 #include <algorithm>
 #include <cmath>
