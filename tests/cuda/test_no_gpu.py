@@ -263,7 +263,8 @@ AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0
     ({}, (3584, 3584, "w8a8"), {}, [(1, "gemv, quantizes"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
     ({}, (4608, 3584, "float8"), {"normed": True},
      [(1, "gemv, norms"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
-    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (128, "stream_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (112, "stream_k"), (None, "prefill")]),
+    ({}, (37888, 3584, "float8", 128), {"gated": True}, [(128, "stream_k"), (None, "prefill")]),
     ({}, (3584, 3584, "float8", 128), {}, [(24, "stream_k"), (None, "prefill")]),
     ({}, (3584, 18944, "float8", 128), {}, [(48, "stream_k"), (None, "prefill")]),
     ({}, (3584, 1344, "float8", 128), {}, [(None, "stream_k")]),  # steps of prefill are whole groups
@@ -290,6 +291,9 @@ def test_which_kernels_serve_experts_and_attention():
     assert kernels(cuda.expert_kernels(hopper, 768, 2048, "bfloat16", experts=128)) == [
         "mma, tiles of 8", "mma, tiles of 16", "mma, tiles of 32", "prefill, tiles of 64", "prefill, tiles of 128"]
     assert kernels(cuda.expert_kernels(hopper, 768, 2048, "int4", 64, experts=128))[-1] == "mma, tiles of 64"
+    eight = cuda.expert_kernels(hopper, 768, 2048, "float8", 128, experts=128)
+    assert [(row["last"], row["kernel"]) for row in eight[-2:]] == [
+        (97 * 128 - 1, "prefill, tiles of 64"), (None, "prefill, tiles of 128")]
     assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7)) == ["mma, stores", "wgmma"]
     assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7, biased=True)) == ["mma, stores", "mma"]
     assert kernels(cuda.attention_kernels(ampere, "int8", 96, 4)) == ["mma, stores", "mma"]
