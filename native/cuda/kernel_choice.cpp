@@ -13,7 +13,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kManyRows = 256;  // all larger numbers of rows use the same kernel
+constexpr int kManyRows = 2048;  // all larger numbers of rows use the same kernel
 
 int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
@@ -38,9 +38,17 @@ bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
 }
 
 // Whether gemm_mma_prefill() is the fastest by mma.sync: its tiles of 64 rows and 128 columns occupy half of the SMs.
+// Up to 32 rows, the other kernel is bound by the bandwidth of the weights.
 bool has_many_rows(const Chip& chip, const Gemm& g, int rows) {
   if (g.pushed && rows <= kPushedRows) return false;
-  return rows > kBlock && 2 * ceil_div(rows, kBlock) * ceil_div(g.w.n, 2 * kBlock) >= chip.sms;
+  return rows > kBlock / 2 && 2 * ceil_div(rows, kBlock) * ceil_div(g.w.n, 2 * kBlock) >= chip.sms;
+}
+
+// Whether a quantized matrix is dequantized first, and then multiplied by gemm_mma_prefill(). Writing and reading it
+// takes long where memory is not HBM.
+bool widens(const Chip& chip, const Gemm& g, int rows) {
+  const bool hbm = chip.capability == 80 || chip.capability == 100 || chip.capability == 103;
+  return rows > (hbm ? kLeastWidened : kMaxFused) && has_many_rows(chip, g, rows);
 }
 
 // The fastest kernel but gemv() for 16-bit weights on Hopper.
@@ -89,7 +97,7 @@ GemmAlgo choose_quantized(const Chip& chip, const Gemm& g, int rows, GemmAlgo al
   if (algo == GemmAlgo::any) {
     if (is_hopper(chip) && rows == 1 && QuantizedGemvPlan(g.w, chip.sms, chip.shared_bytes).stages)
       return GemmAlgo::gemv;
-    algo = rows > kMaxFused ? GemmAlgo::prefill : GemmAlgo::stream_k;
+    algo = (is_hopper(chip) ? rows > kMaxFused : widens(chip, g, rows)) ? GemmAlgo::prefill : GemmAlgo::stream_k;
   }
   if (algo == GemmAlgo::prefill && (!is_hopper(chip) || g.writes_16_bytes)) return GemmAlgo::prefill;
   return algo == GemmAlgo::mma || !is_hopper(chip) ? GemmAlgo::mma : GemmAlgo::stream_k;

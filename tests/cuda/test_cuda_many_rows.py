@@ -35,6 +35,19 @@ def test_products(form, group, n, k, rows):
         assert np.array_equal(part.view(np.uint32), few[:len(part)].view(np.uint32)), first
 
 
+# With 132 SMs these are tiles of 64, 128, 192, 128 and 256 rows. 192 and 256 have two stages where a CTA may have no
+# more than 99 KiB of shared memory, otherwise three.
+@pytest.mark.parametrize("n, rows", [(3584, 130), (3600, 400), (4597, 500), (16389, 120), (16389, 250)])
+@pytest.mark.parametrize("form", ["bfloat16", "float16"])
+def test_tiles_of_mma_sync(form, n, rows):
+    rng, gpu, k = np.random.default_rng(SEED), executor(), 500
+    handle = gpu.add_matrix(n, k, form)
+    assert gpu.fill_matrix(handle, again(rng.standard_normal((COLUMNS, k), np.float32), n), "F32") == 0
+    x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
+    few, many = (gpu.multiply(handle, x, n, bias, algo) for algo in ("mma", "mma_prefill"))
+    assert np.array_equal(many.view(np.uint32), few.view(np.uint32))
+
+
 @pytest.mark.parametrize("form, group", FORMS)
 def test_gates_and_sums(form, group):
     """Four prompts in a step: rows are normed, and gated values are added to them."""

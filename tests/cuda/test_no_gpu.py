@@ -250,6 +250,7 @@ def test_every_decode_step_has_the_size_of_a_graph(most):
 
 
 AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0)
+ADA = dict(capability=89, sms=142, shared_bytes=99 << 10, prefill_clusters=0)
 
 
 @pytest.mark.parametrize("chip, shape, options, expected", [
@@ -269,8 +270,12 @@ AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0
     ({}, (3584, 18944, "float8", 128), {}, [(48, "stream_k"), (None, "prefill")]),
     ({}, (3584, 1344, "float8", 128), {}, [(None, "stream_k")]),  # steps of prefill are whole groups
     ({}, (4608, 3584, "w4a8", 64), {"normed": True}, [(1, "stream_k, norms"), (None, "stream_k")]),
-    (AMPERE, (3584, 3584, "bfloat16"), {}, [(None, "mma")]),
-    (AMPERE, (4608, 3584, "int4", 64), {}, [(256, "mma"), (None, "prefill")]),
+    (AMPERE, (3584, 3584, "bfloat16"), {}, [(64, "mma"), (None, "mma_prefill")]),
+    (AMPERE, (3584, 3584, "bfloat16"), {"pushed": True}, [(256, "mma"), (None, "mma_prefill")]),
+    (AMPERE, (37888, 3584, "float16"), {"gated": True}, [(32, "mma"), (None, "mma_prefill")]),
+    (AMPERE, (512, 3584, "bfloat16"), {}, [(832, "mma"), (None, "mma_prefill")]),  # tiles for half of the SMs
+    (AMPERE, (4608, 3584, "int4", 64), {}, [(128, "mma"), (None, "prefill")]),
+    (ADA, (4608, 3584, "int4", 64), {}, [(256, "mma"), (None, "prefill")]),
     (AMPERE, (3584, 3584, "w8a8"), {}, [(None, "mma")]),
     ({}, (256, 64, "float32"), {}, [(None, "simt")]),
 ])

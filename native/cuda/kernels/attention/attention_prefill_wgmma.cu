@@ -7,6 +7,7 @@
 
 #include "cuda/kernels/attention/attention.cuh"
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
+#include "cuda/kernels/common/exchange.cuh"
 #include "cuda/kernels/common/wgmma.cuh"
 
 namespace as::cuda {

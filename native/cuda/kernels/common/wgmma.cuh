@@ -274,21 +274,6 @@ __device__ inline float4 read_if(const float* from, bool there) {
       : "l"(from), "r"((int)there));
   return v;
 }
-
-// Transposes four words each of four lanes: word i of all of them goes to lane i.
-__device__ inline void exchange(uint32_t (&words)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
-    words[i] = odd ? found : words[i], words[i + 1] = odd ? words[i + 1] : found;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
-    words[i] = high ? found : words[i], words[i + 2] = high ? words[i + 2] : found;
-  }
-}
 #endif
 
 }  // namespace AS_DTYPE16

@@ -1,5 +1,6 @@
 // Epilogue of warpgroups whose first wgmma operand is the activations: 64 rows and several columns each.
 #pragma once
+#include "cuda/kernels/common/exchange.cuh"
 #include "cuda/kernels/common/wgmma.cuh"
 
 namespace as::cuda {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "cuda/kernels/common/exchange.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 
@@ -40,27 +41,6 @@ __device__ __forceinline__ TileAt tile_at(int tile, int down, int across) {
   return {(first + within % there) * S::kRows, within / there * kColumns};
 }
 
-// Transposes an 8 x 8 matrix of 16-bit values; lane 4 r + q has values 2 q and 2 q + 1 of its row r.
-__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
-  return pair;
-}
-
-// Transposes four words each of four lanes: word i of all of them goes to lane i.
-__device__ inline void exchange_words(uint32_t (&words)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
-    words[i] = odd ? found : words[i], words[i + 1] = odd ? words[i + 1] : found;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
-    words[i] = high ? found : words[i], words[i + 2] = high ? words[i + 2] : found;
-  }
-}
-
 // Stores gated values of a warp's 32 columns of the result. Eight of each tile are computed by lanes with two rows
 // each.
 template <typename S>
@@ -80,7 +60,7 @@ __device__ __forceinline__ void write_gated(const GemmArgs& p, int rows, int fir
         for (int j = 0; j < 2; j++) values[j] = gated(p, own, sums[m][t][j], sums[m][t][2 + j]);
       words[m] = transposed(to_dtype16x2(values[0], values[1]));
     }
-    exchange_words(words);
+    exchange(words);
     const int row = first_row + t * 8 + lane / 4;
     if (row < rows && column < width)  // columns from `width` on are padding, which is zero
       *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
@@ -208,8 +188,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// A shape, and an estimate of the time that a tile takes for a block of K, in nanoseconds on an H200, not measured one
-// by one: only the ratios matter.
+// A shape, and the time that a tile takes for a block of K, in nanoseconds on an H100. Only the ratios matter.
 struct Choice {
   bool whole;
   int rows, shared, nanoseconds;
@@ -229,11 +208,10 @@ constexpr Choice choice(int nanoseconds) {
   using S = Shape<kTiles, kWhole, kStages>;
   return {kWhole, S::kRows, S::kShared, nanoseconds, start_shape<S>};
 }
-// Of equal tiles the first that fits is best.
-constexpr Choice kChoices[] = {choice<8, true, 4>(1000), choice<8, true, 3>(1010), choice<8, true, 2>(1100),
-                               choice<6, false, 5>(800), choice<6, false, 3>(810), choice<6, false, 2>(880),
-                               choice<4, false, 3>(580), choice<2, false, 4>(380)};
-constexpr int kEnd = 3000;  // nanoseconds of a tile's epilogue
+// Of shapes with equal tiles the first that fits is best. More stages were not faster.
+constexpr Choice kChoices[] = {choice<8, true, 3>(1110), choice<8, true, 2>(1120), choice<6, false, 3>(965),
+                               choice<6, false, 2>(970), choice<4, false, 3>(632), choice<2, false, 4>(495)};
+constexpr int kEndOfRow = 70;  // nanoseconds of the epilogue for a tile's row, where it writes float32
 
 }  // namespace
 
@@ -246,7 +224,8 @@ void gemm_mma_prefill(const GemmArgs& p, int rows, const Queue& queue, int wante
     if (choice.shared > shared || (choice.whole && k.count > 1)) continue;
     if (wanted >= 0 && &choice != kChoices + wanted) continue;
     const int tiles = ceil_div(rows, choice.rows) * ceil_div(p.w.n, kColumns);
-    const int64_t cost = ceil_div(tiles, sms) * ((int64_t)k.blocks * choice.nanoseconds + kEnd);
+    const int64_t cost =
+        ceil_div(tiles, sms) * ((int64_t)k.blocks * choice.nanoseconds + (p.gated ? 0 : kEndOfRow * choice.rows));
     if (cost < least) best = &choice, least = cost;
   }
   if (best) best->start(p, rows, k, queue);

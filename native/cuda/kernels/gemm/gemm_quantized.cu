@@ -240,7 +240,7 @@ void gemm_widened(const GemmArgs& p, int rows, const Queue& queue) {
 }  // namespace
 
 size_t widened_bytes(int n, int k, bool gated, int rows) {
-  return rows > kMaxFused ? tiles_bytes(part_rows(n, k, gated), k) : 0;
+  return rows > kLeastWidened ? tiles_bytes(part_rows(n, k, gated), k) : 0;
 }
 
 void gemm_quantized_mma(const GemmArgs& p, int rows, const Queue& queue) {
