@@ -62,8 +62,9 @@ class Copier {
     for (int i = 0; i < blocks * kBlockStages; i++) {
       const int at = begin + i * kLatentTokens, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span & 15);
       const int there = min(max(last + 1 - at, 0), kLatentTokens) * kChunks;
-      // The previous kernel stores the tile's own rows. Earlier ones were stored before this step.
-      if (at + kLatentTokens > tile.start) await_previous();
+      // The previous kernel stores the rows of the tile and of the sequence's tiles before it. Earlier rows were stored
+      // before this step.
+      if (at + kLatentTokens > tile.start - tile.before) await_previous();
       wait_barrier(empty_ + 8 * place_.stage, place_.parity ^ 1);
       const char* from = a_.cache.data + (there ? span * a_.cache.span_bytes() + (at & (size - 1)) * kRowBytes : 0);
       const uint32_t to = ring_ + place_.stage * kLatentStage;
