@@ -167,8 +167,8 @@ INT8 = {"cache_mode": AsCacheMode.AsCacheQuantI8}
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "deepseek-v3" else slow) for name in LATENT])
 def test_an_int8_cache(name):
-    """Close to the reference, and the same bits in chunks, in a batch and in decode. A row has scales of its own for the
-    latent and the rotated key.
+    """Close to the reference, and the same bits in chunks, in a batch and in decode. A row has scales for the latent,
+    and for the rotated key.
     """
     prompts = [prompt_of(n, seed=9) for n in (1, 40, 270)]
     with Driver(checkpoint(name), 1, **INT8, engine_max_batch=4, max_step_tokens=1024) as driver:
