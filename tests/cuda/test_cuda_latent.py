@@ -82,7 +82,8 @@ def latent_model(heads, latent, rope, form="float32"):
 
 
 MODELS = [(5, 512, 64, "bfloat16", "bfloat16"), (16, 512, 64, "bfloat16", "bfloat16"),
-          (20, 512, 64, "float32", "float16"), (5, 20, 6, "float32", "float32"), (19, 33, 8, "bfloat16", "bfloat16")]
+          (20, 512, 64, "float32", "float16"), (5, 20, 6, "float32", "float32"), (19, 33, 8, "bfloat16", "bfloat16"),
+          (5, 512, 64, "float16", "float16")]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 129])
