@@ -393,10 +393,10 @@ PYBIND11_MODULE(_cuda, m) {
         [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_type_of(dtype)); });
   m.def(
       "latent_span_bytes",
-      [](int size, int width, const std::string& dtype) {
-        return latent_span_bytes(size, width, cache_type_of(dtype));
+      [](int size, int latent_dim, int rope_dim, const std::string& dtype) {
+        return latent_span_bytes(size, latent_dim + rope_dim, cache_type_of(dtype));
       },
-      py::arg("span_size"), py::arg("width"), py::arg("dtype"), "As the CPU backend's.");
+      py::arg("span_size"), py::arg("latent_dim"), py::arg("rope_dim"), py::arg("dtype"), "As the CPU backend's.");
   m.def(
       "latent_head_tiles", [](int heads) { return LatentHeads(heads).tiles; },
       "In latent attention, so many heads have partial results like this number of KV heads.");

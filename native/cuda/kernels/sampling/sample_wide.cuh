@@ -34,12 +34,8 @@ struct Kept {
       : all(all), top(top), steps(steps), last(last), end(top, steps, last >> kIdBits, last >> kIdBits) {}
   __device__ float operator()(int id) const {
     const float value = all(id);
-    if (value > end.most) return value;
-    return value >= end.least && is_before(value, id, top, steps, last) ? value : -INFINITY;
-  }
-  // Few logits are near the end of the set, and callers are unrolled.
-  __device__ __noinline__ static bool is_before(float value, int id, double top, double steps, uint64_t last) {
-    return value > -INFINITY && place_of(value, id, top, steps) <= last;
+    if (value > end.most || value < end.least) return value > end.most ? value : -INFINITY;
+    return value > -INFINITY && place_of(value, id, top, steps) <= last ? value : -INFINITY;
   }
   __device__ static uint64_t place_of(float value, int id, double top, double steps) {
     return (uint64_t)depth_of(value, top, steps) << kIdBits | (uint32_t)id;
@@ -53,8 +49,6 @@ __device__ inline uint64_t mass_of(float weight) {
   static_assert(kMassUnit == 1.0 / (1ull << 44));
   return shift >= 0 ? (uint64_t)fraction << shift : shift > -24 ? fraction >> -shift : 0;
 }
-
-constexpr int kMostCtas = 8;  // of a row
 
 class WideSet {
  public:
@@ -78,16 +72,9 @@ class WideSet {
     const BestChunk own = best_chunk(s_, sample_, row_sums(task_, to, blockIdx.y), top_, first_, end_);
     if (threadIdx.x == 0) s_.best_key = own.key, s_.best_chunk = own.chunk, s_.best_top = own.top;
     meet_cluster();
-    BestChunk of_cta[kMostCtas];  // all loads are in flight at once
-#pragma unroll
-    for (unsigned cta = 0; cta < kMostCtas; cta++) {
-      const unsigned from = cta < gridDim.x ? cta : 0;
-      of_cta[cta] = {in_cta(s_.best_key, from), in_cta(s_.best_chunk, from), in_cta(s_.best_top, from)};
-    }
-    BestChunk best = of_cta[0];
-#pragma unroll
-    for (unsigned cta = 1; cta < kMostCtas; cta++)
-      if (cta < gridDim.x) best.take(of_cta[cta]);
+    BestChunk best{0.0, INT_MAX, -INFINITY};
+    for (unsigned cta = 0; cta < gridDim.x; cta++)
+      best.take({in_cta(s_.best_key, cta), in_cta(s_.best_chunk, cta), in_cta(s_.best_top, cta)});
     meet_cluster();  // a CTA may end now
     if (blockIdx.x > 0) return -1;
     return token_of_chunk(s_, task_, sample_, kept, best.chunk, best.top);
@@ -161,17 +148,11 @@ class WideSet {
     else if (level_ > 1 && s_.search.listed <= kSearched) fill_bins_from_list(bins);
     else fill_bins_at_end(bins);
     meet_cluster();
-    uint32_t high[kMostCtas], low[kMostCtas], count[kMostCtas];  // all loads are in flight at once
-#pragma unroll
-    for (unsigned cta = 0; cta < kMostCtas; cta++) {
-      const unsigned from = cta < gridDim.x ? cta : 0;
-      high[cta] = in_cta(bins.high[threadIdx.x], from), low[cta] = in_cta(bins.low[threadIdx.x], from);
-      count[cta] = in_cta(bins.counts[threadIdx.x], from);
-    }
     FoundBin all{0, 0, 0, 0};
-#pragma unroll
-    for (unsigned cta = 0; cta < kMostCtas; cta++)
-      if (cta < gridDim.x) all.mass += ((Key)high[cta] << 32) + low[cta], all.count += (int)count[cta];
+    for (unsigned cta = 0; cta < gridDim.x; cta++) {
+      all.mass += ((Key)in_cta(bins.high[threadIdx.x], cta) << 32) + in_cta(bins.low[threadIdx.x], cta);
+      all.count += (int)in_cta(bins.counts[threadIdx.x], cta);
+    }
     if (!counts()) all.count = all.mass ? 2 : 0;
     return all;
   }
@@ -186,8 +167,7 @@ class WideSet {
 #pragma unroll
       for (int k = 0; k < kTogether; k++)
         values[k] = from + k * kThreads < end ? logits_(from + k * kThreads) : -INFINITY;
-      // Not unrolled, though `values` is then in local memory: to fetch eight times the instructions takes longer.
-#pragma unroll 1
+#pragma unroll
       for (int k = 0; k < kTogether; k++) visit(from + k * kThreads, values[k]);
     }
   }
