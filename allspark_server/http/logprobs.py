@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -42,6 +43,8 @@ class TokenTexts:
 
     def __init__(self) -> None:
         self.bytes: dict[int, bytes] = {}
+        #: questions for blocks of `bytes` that have no answer yet
+        self.asked: dict[int, asyncio.Future[None]] = {}
         #: `token_text` as JSON, and the number of characters that the token has by itself
         self.completion: dict[int, tuple[str, int]] = _Made(
             lambda i: (quoted(token_text(self.bytes[i])), len(self.bytes[i].decode(errors="ignore"))))

@@ -44,6 +44,8 @@ _MODELS_AGE, _INFO_AGE = 0.5, 5.0
 #: pause between two looks at the members, and how old what `health` reports may be, s. A look takes longer if members
 #: do not answer
 _LOOK_SECONDS, _HEALTH_AGE = 0.5, 60.0
+#: ids whose bytes are asked for together: 2 ms of a server's time
+_TOKENS_AT_ONCE = 1024
 
 
 def _texts(content: Any) -> list[str]:
@@ -235,12 +237,26 @@ class Pool:
         return await self._ask(self._engine.detokenize, (await self.resolve(name))[0], ids)
 
     async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
-        """The bytes of tokens, at least of these ids. Each is asked for once per loaded model."""
-        known = self.token_texts(info).bytes
-        unknown = [i for i in ids if i not in known]
-        if unknown:
-            known.update(zip(unknown, (await self.detokenize(info.name, unknown)).tokens))
-        return known
+        """The bytes of tokens, at least of these ids. They are asked for in blocks, each once per loaded model: log
+        probabilities name new tokens for a long time, and a question for each would hold up nearly every step.
+        """
+        texts = self.token_texts(info)
+        unknown = [i for i in ids if i not in texts.bytes]
+        blocks = {i // _TOKENS_AT_ONCE for i in unknown}
+        for block in blocks - texts.asked.keys():
+            end = max(info.vocab_size, max(unknown) + 1)
+            texts.asked[block] = asyncio.ensure_future(self._ask_for_block(info.name, texts, block, end))
+        if blocks:     # a request that is given up must not end the question of another one
+            await asyncio.gather(*(asyncio.shield(texts.asked[block]) for block in blocks))
+        return texts.bytes
+
+    async def _ask_for_block(self, name: str, texts: TokenTexts, block: int, end: int) -> None:
+        """Ask for the bytes of a block of ids below `end`."""
+        try:
+            ids = list(range(block * _TOKENS_AT_ONCE, min((block + 1) * _TOKENS_AT_ONCE, end)))
+            texts.bytes.update(zip(ids, (await self.detokenize(name, ids)).tokens))
+        finally:
+            del texts.asked[block]
 
     def token_texts(self, info: ModelInfo) -> TokenTexts:
         """The texts of the tokens that are known: those that `token_bytes` was asked for."""
