@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import weakref
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -52,18 +54,20 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """As uvicorn's; adds extensions that endpoints use."""
         super().on_message_begin()
-        extensions: dict[str, Any] = {"allspark.abort": self.transport.abort, "allspark.chunk": self._chunk,
+        extensions: dict[str, Any] = {"allspark.abort": self.transport.abort,
                                       "allspark.certificate": _names(self.transport.get_extra_info("peercert"))}
         self.scope["extensions"] = extensions
         if self._late is None:
             self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """As uvicorn's; stops the time limit of the head."""
+        """As uvicorn's; stops the time limit of the head, and adds the extension that sends parts of the answer."""
         self._overhead = 0
         self._stop_clock()
         self.idle.pop(self, None)
         super().on_headers_complete()
+        # The cycle refers to the scope. Without a weak reference only the collector would free closed connections.
+        self.scope["extensions"]["allspark.chunk"] = functools.partial(_send_chunk, weakref.ref(self.cycle))
 
     def on_body(self, body: bytes) -> None:
         """As uvicorn's; does not count the body as head."""
@@ -77,17 +81,6 @@ class Connection(HttpToolsProtocol):
             self._overhead = 0
             self.idle[self] = None
 
-    def _chunk(self, data: bytes) -> bool:
-        """Send a part of the current answer, as `send` of ASGI would; False if `send` must do that, since the client
-        does not read as fast, or the answer has not begun or is not chunked.
-        """
-        cycle = self.cycle
-        if self.flow.write_paused or not cycle.response_started or not cycle.chunked_encoding or \
-                cycle.response_complete or cycle.disconnected or cycle.scope["method"] == "HEAD":
-            return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
     def _expect_head(self) -> None:
         self._late = self.loop.call_later(HEAD_SECONDS, self._end)
 
@@ -99,6 +92,18 @@ class Connection(HttpToolsProtocol):
     def _end(self) -> None:
         self._late = None
         self.transport.abort()
+
+
+def _send_chunk(reference: weakref.ref[Any], data: bytes) -> bool:
+    """Send a part of the answer of a request's cycle, as `send` of ASGI would; False if `send` must do that, since the
+    client does not read as fast, or the answer has not begun, has ended or is not chunked.
+    """
+    cycle = reference()
+    if cycle is None or cycle.flow.write_paused or not cycle.response_started or not cycle.chunked_encoding or \
+            cycle.response_complete or cycle.disconnected or cycle.scope["method"] == "HEAD":
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def _names(certificate: dict[str, Any] | None) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import typing
 
 import anthropic.types
@@ -207,3 +209,40 @@ def test_all_reasoning_counts(clients):
     first = text.index("<|end|>") + len("<|end|>")
     second = len(HEAD + "analysis<|message|>Well.<|end|>")
     assert usage["completion_tokens_details"]["reasoning_tokens"] == first + second
+
+
+def test_closed_connections_are_freed_without_the_collector():
+    """As uvicorn's are: one that lived until the next collection would keep its headers."""
+    program = """
+import asyncio, gc, sys
+from uvicorn import Config
+from uvicorn.server import ServerState
+from allspark_server.http.protocol import Connection
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"a", "more_body": True})
+    assert scope["extensions"]["allspark.chunk"](b"b")
+    await send({"type": "http.response.body", "body": b""})
+    assert not scope["extensions"]["allspark.chunk"](b"late")
+
+async def main():
+    config = Config(app, http=Connection, lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+    for _ in range(20):
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\\r\\nhost: x\\r\\nconnection: close\\r\\n\\r\\n")
+        answer = await reader.read()
+        assert answer.endswith(b"1\\r\\na\\r\\n1\\r\\nb\\r\\n0\\r\\n\\r\\n"), answer
+        writer.close()
+        await writer.wait_closed()
+    await asyncio.sleep(0.05)
+    return sum(isinstance(each, Connection) for each in gc.get_objects())
+
+gc.disable()
+sys.exit(asyncio.run(main()) > 2)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert not done.returncode, done.stderr

@@ -36,6 +36,7 @@ def main():
                    for side, data in sessions[0] if side == "server"]
         count = sum(len(elements.ids) for answer in answers for event in answer.events if event.id in ids
                     for elements in event.elements)
+        count += sum(request in ids for answer in answers for request in answer.tokens.requests)
         if count >= LOST_AFTER:
             lost.append(True)
         return bool(lost)
