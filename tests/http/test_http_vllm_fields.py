@@ -112,7 +112,8 @@ def test_usage_in_each_chunk(api):
     for chunks in (api.completions.create(prompt=PROMPT, stream=True, stream_options=options, **GREEDY),
                    api.chat.completions.create(messages=STORY, stream=True, stream_options=options, **GREEDY)):
         counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
-        assert counts == sorted(counts) and counts[-1] == 24 and len(set(counts)) > 10
+        # A worker that is late sends several tokens at once.
+        assert counts == sorted(counts) and counts[-1] == 24 and len(set(counts)) > 2
 
 
 def test_words_that_are_not_generated(api, http_server):
