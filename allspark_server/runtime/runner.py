@@ -115,7 +115,9 @@ class ModelRunner:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
         self._check_rows(step[0], device.most_rows)
-        fixed = sum(shard.weight_bytes(device) + device.activation_bytes(shard, *step) for shard in models)
+        fixed = sum(shard.weight_bytes(device) for shard in models) + device.activation_bytes(model, *step)
+        if self._draft is not None:
+            fixed += device.activation_bytes(self._draft, *self._draft_step())
         fixed += config.engine_max_batch * sum(model.state_bytes(device))
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self._state_spans = model.state_spans(device)
@@ -168,9 +170,9 @@ class ModelRunner:
         rows, outputs = self._rows_of_step(), self._outputs_of_step()
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
-            if self._draft is not None:     # one more row a sequence: its last draft, if all were accepted
-                self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype,
-                                              self._draft_outputs())
+            if self._draft is not None:
+                draft_rows, draft_outputs = self._draft_step()
+                self._draft_executor.allocate(draft_rows, *sizes, self._draft.cache_dtype, draft_outputs)
             adapters = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
                         "adapter_dtype": model.adapter_dtype} if model.targets else {}
             self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executor,
@@ -357,17 +359,20 @@ class ModelRunner:
     def _check_rows(self, rows: int, most: int) -> None:
         """Raises AllSparkError if a step of the device cannot have so many rows."""
         if self._draft is not None:
-            rows += self.config.engine_max_batch  # as in allocate_cache()
+            rows = self._draft_step()[0]
         if rows > most:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a step of {rows} tokens (max_step_tokens, else engine_max_prefill_length + "
                                 f"engine_max_batch) is too long: compute_unit={self.config.compute_unit!r} takes at "
                                 f"most {most}; longer prompts are computed in several steps")
 
-    def _draft_outputs(self) -> int:
-        """The most rows of a draft model's step that may have outputs."""
-        # One a sequence is needed. GPUs replay steps of two rows a sequence as graphs, in which each row has one.
-        return self.config.engine_max_batch * (2 if self.config.on_gpus else 1)
+    def _draft_step(self) -> tuple[int, int]:
+        """The most rows of a draft model's step, and of these the most that may have outputs."""
+        # One more row a sequence: its last draft, if all were accepted. One output a sequence is needed. GPUs replay
+        # steps of two rows a sequence as graphs, in which each row has one, up to so many more rows than sequences.
+        batch = self.config.engine_max_batch
+        outputs = batch + min(batch, MAX_STEP_DRAFTS) if self.config.on_gpus else batch
+        return self._rows_of_step() + batch, outputs
 
     def _outputs_of_step(self) -> int:
         """The most rows of a step that have outputs."""

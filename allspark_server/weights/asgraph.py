@@ -179,6 +179,8 @@ def from_message(message: pb.Graph) -> Graph:
         )
     for number, op in enumerate(message.ops):
         attrs = {name: _attribute(value) for name, value in sorted(op.attrs.items())}
+        if op.type in ("keep_hidden", "kept_hidden"):   # these need a draft head beside the model
+            raise ValueError(f"op {number} ({op.type}) of the model's graph is for draft heads, which files lack")
         try:
             graph.append(Op(op.type, tuple(op.inputs), tuple(op.outputs), tuple(op.weights), attrs))
         except ValueError as error:

@@ -241,7 +241,7 @@ void CudaRunner::set_profiling(bool on) {
 std::pair<int, int> CudaRunner::warm_up(int count) {
   device_.use();
   if (warm_sizes_.empty()) {
-    warm_sizes_ = warm_up_sizes(workspace_, !forms_[1].launches.empty());
+    warm_sizes_ = warm_up_sizes(workspace_, !forms_[1].launches.empty(), ranks_.has_value());
     if (device_sampler_) device_sampler_->warm_up();
   }
   const int all = (int)warm_sizes_.size();

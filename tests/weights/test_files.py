@@ -195,6 +195,7 @@ def graph(tmp_path_factory):
     (lambda m: m.tensors[0].ClearField("blocks"), "has no columns"),
     (lambda m: setattr(m.weights[1], "columns", -1), "must have parts"),
     (lambda m: m.weights[1].ClearField("parts"), "must have parts"),
+    (lambda m: setattr(m.ops.add(), "type", "kept_hidden"), "kept_hidden.* is for draft heads"),
 ])  # fmt: skip
 def test_graphs_that_cannot_be(graph, change, problem, tmp_path):
     from allspark_server.weights.asgraph import read_graph

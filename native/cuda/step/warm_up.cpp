@@ -6,11 +6,17 @@
 namespace as::cuda {
 namespace {
 
-// The numbers of rows from which on some op has another kernel.
-std::set<int> kernel_borders(const Workspace& workspace) {
+// The numbers of rows from which on some op has another kernel; for several ranks powers of two, because those numbers
+// depend on a rank's share, which may be uneven, and all ranks run steps of the same sizes.
+std::set<int> kernel_borders(const Workspace& workspace, bool several_ranks) {
   const Limits& limits = workspace.limits;
   const int most = (int)std::min((int64_t)limits.max_rows, (int64_t)limits.max_slots * limits.max_length);
   std::set<int> borders{1};
+  if (several_ranks) {
+    for (int rows = 2; rows < most; rows *= 2) borders.insert(rows);
+    borders.insert(most);
+    return borders;
+  }
   for (const KernelTable::Row& row : workspace.kernels.rows()) {
     if (row.op != "expert_linear") {
       borders.insert(std::clamp(row.first, 1, most));
@@ -24,13 +30,13 @@ std::set<int> kernel_borders(const Workspace& workspace) {
 
 }  // namespace
 
-std::vector<Workspace::Size> warm_up_sizes(const Workspace& workspace, bool adapted) {
+std::vector<Workspace::Size> warm_up_sizes(const Workspace& workspace, bool adapted, bool several_ranks) {
   const Limits& limits = workspace.limits;
   std::vector<Workspace::Size> sizes;
   const auto in_forms = [&](Workspace::Size size) {
     for (int form = 0; form <= (int)adapted; form++) size.adapted = form, sizes.push_back(size);
   };
-  for (int rows : kernel_borders(workspace)) in_forms({rows, std::min(rows, limits.max_outputs), 0, 1});
+  for (int rows : kernel_borders(workspace, several_ranks)) in_forms({rows, std::min(rows, limits.max_outputs), 0, 1});
   in_forms({1, 1, 1, 1, workspace.max_splits > 1 ? 2 : 1});  // of both kinds of tiles
   const int most = limits.most_padded_rows();
   for (int rows = 1, padded; rows <= most; rows = padded + 1) {
