@@ -116,7 +116,7 @@ def parts_of(form: str) -> tuple[str, int, bool]:
     return dtype, int(group or 0), not form.endswith(KEPT_HEAD)
 
 
-def config_of(folder: Path, form: str, unit: str) -> AsModelConfig:
+def config_of(folder: Path, form: str, unit: str = "CPU:0") -> AsModelConfig:
     dtype, group, head = parts_of(form)
     made = {} if form in STORED else {"weight_dtype": dtype, "weight_group_size": group, "quantize_head": head}
     return AsModelConfig(model_name="m", model_path=str(folder), engine_max_length=MAX_LENGTH, engine_max_batch=BATCH,
