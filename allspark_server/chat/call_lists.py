@@ -14,9 +14,10 @@ class GraniteParser(OutputParser):
 
     REASONING = (("Here is my thought process:", "Here is my response:"),
                  ("Here's my thought process:", "Here's my response:"), *THINK)
+    DROPPED = ("<response>", "</response>")
 
     def _run(self) -> Steps:
-        while marker := (yield from self._scan(("<|tool_call|>", "<response>", "</response>"), self._content)):
+        while marker := (yield from self._scan(("<|tool_call|>", *self.DROPPED), self._content)):
             if marker == "<|tool_call|>":
                 yield from self._call_list(marker)
 
@@ -42,7 +43,7 @@ class PhiParser(OutputParser):
                 self._text = "[" + self._text
                 marker = "functools"
             if (yield from self._call_list(marker)) and marker == "<|tool_call|>":
-                yield from self._scan(("<|/tool_call|>",), lambda text: None)
+                yield from self._end_call(marker, "<|/tool_call|>")
 
 
 class PhiFormat(JsonCallFormat):

@@ -245,7 +245,7 @@ def chat_format(name: str) -> ChatFormat:
 
 def _plain(parser: type[OutputParser]) -> type[OutputParser]:
     """The parser of a format's answers where there are no tools."""
-    return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING})
+    return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING, "DROPPED": parser.DROPPED})
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------

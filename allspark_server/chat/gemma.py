@@ -5,12 +5,16 @@ marks (Gemma 4). Texts stand between two marks, keys without quotes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 from .format import ChatFormat, Literal, after_text
 from .parser import THINK, OutputParser, Steps
-from .tagged import is_text, separated_arguments, value_rule
+from .tagged import is_text, json_or_text, separated_arguments, value_rule
+
+_DEPTH = 64  # of values in each other: the parser calls itself for each
+_CONTROL = re.compile(r"[\x00-\x1f]")  # which JSON forbids in a string
 
 
 class GemmaParser(OutputParser):
@@ -21,16 +25,18 @@ class GemmaParser(OutputParser):
     def _run(self) -> Steps:
         begin, end = self.block
         while (yield from self._scan((begin,), self._content)):
-            head, marker = yield from self._collect(("{", end))
+            head, marker = yield from self._collect(("{", begin, end))
             kind, _, name = head.strip().partition(":")
             if marker != "{" or kind != "call" or not name.strip():
+                if marker == begin:
+                    self._text, marker = begin + self._text, None
                 self._content(f"{begin}{head}{marker or ''}")
                 continue
             yield from self._object(self._begin(name.strip()))
-            yield from self._scan((end,), lambda text: None)
+            yield from self._end_call(begin, end)
 
-    def _object(self, emit: Callable[[str], None]) -> Steps:
-        """Emits an object as JSON, from the character after its opening brace."""
+    def _object(self, emit: Callable[[str], None], depth: int = 1) -> Steps:
+        """Emits an object as JSON, from the character after its opening brace. `depth`: of the values in it."""
         opening = "{"
         while (c := (yield from self._peek())) and c != "}":
             if c == ",":
@@ -45,13 +51,13 @@ class GemmaParser(OutputParser):
             key = rest.strip().replace(self.quote, "") if key is None else key
             emit(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
-            yield from self._value(emit)
+            yield from self._value(emit, depth)
         if c:
             self._consume(1)
             emit("{}" if opening == "{" else "}")
 
-    def _value(self, emit: Callable[[str], None]) -> Steps:
-        """Emits a value as JSON."""
+    def _value(self, emit: Callable[[str], None], depth: int) -> Steps:
+        """Emits a value as JSON; a list or an object at the greatest depth as a text."""
         c = yield from self._peek()
         while not self._ended and len(self._text) < len(self.quote) and self.quote.startswith(self._text):
             yield
@@ -61,19 +67,24 @@ class GemmaParser(OutputParser):
             if (yield from self._scan((self.quote,), lambda text: emit(_escaped(text)))):
                 emit('"')
         elif c == '"':
-            yield from self._json_value(emit)
+            yield from self._json_value(lambda text: emit(_CONTROL.sub(lambda match: _escaped(match[0]), text)))
+        elif c in ("{", "[") and depth == _DEPTH:
+            emit('"')
+            if (yield from self._json_value(lambda text: emit(_escaped(text)))):
+                emit('"')
         elif c == "{":
             self._consume(1)
-            yield from self._object(emit)
+            yield from self._object(emit, depth + 1)
         elif c == "[":
-            yield from self._array(emit)
+            yield from self._array(emit, depth + 1)
         else:
             text, marker = yield from self._collect((",", "}", "]"))
             if marker:
                 self._text = marker + self._text
-                emit(_bare(text.strip()))
+                text = text.strip()
+                emit(json_or_text("null" if text == "None" else text))
 
-    def _array(self, emit: Callable[[str], None]) -> Steps:
+    def _array(self, emit: Callable[[str], None], depth: int) -> Steps:
         self._consume(1)
         opening = "["
         while (c := (yield from self._peek())) and c != "]":
@@ -82,7 +93,7 @@ class GemmaParser(OutputParser):
                 continue
             emit(opening)
             opening = ", "
-            yield from self._value(emit)
+            yield from self._value(emit, depth)
         if c:
             self._consume(1)
             emit("[]" if opening == "[" else "]")
@@ -144,11 +155,3 @@ class Gemma4Format(GemmaFormat):
 
 def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _bare(text: str) -> str:
-    """A value without marks as JSON: a number, true, false, null; anything else is a text."""
-    try:
-        return json.dumps(json.loads(text.replace("None", "null")))
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)

@@ -25,7 +25,6 @@ class LlamaParser(OutputParser):
                     self._consume(1)
 
 
-
 class LlamaFormat(JsonCallFormat):
     """An answer is a call if and only if it begins with "{"."""
 

@@ -25,6 +25,8 @@ class OutputParser:
     IN_MESSAGES = False
     #: marks that end the reasoning although they belong to what follows
     ENDS_REASONING: Sequence[str] = ()
+    #: marks around text that are no part of it
+    DROPPED: Sequence[str] = ()
 
     def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
         """`tools`: those that the prompt describes, in OpenAI's form. `opened`: the part of the answer that the prompt
@@ -66,10 +68,8 @@ class OutputParser:
     def _all(self) -> Steps:
         yield from self._reasoning()
         yield from self._run()
-        while True:  # the rest is content
-            yield from self._scan((), self._content)
-            if self._ended:
-                return
+        while (yield from self._scan(self.DROPPED, self._content)):  # the rest is content
+            pass
 
     def _run(self) -> Steps:
         """Parses what follows the reasoning; formats override it."""
@@ -232,23 +232,33 @@ class OutputParser:
 
     def _call_list(self, before: str) -> Steps:
         """Parses a list of calls; returns whether it is one. Otherwise its text becomes content, after `before`."""
-        if (yield from self._peek()) != "[":
-            self._content(before)
-            return False
-        self._consume(1)
-        before += "["
-        while (c := (yield from self._peek())) in ("{", ","):
-            if c == ",":
-                self._consume(1)
-            elif not (yield from self._call(before=before)):
-                return False
-            else:
-                before = ""
-        if c == "]":
+        self._taken, begun = [before], False
+        if (yield from self._peek()) == "[":
             self._consume(1)
-        elif before:
-            self._content(before)
-        return c == "]" or not before
+            while (c := (yield from self._peek())) in ("{", ","):
+                if c == ",":
+                    self._consume(1)
+                elif not (yield from self._call(before="".join(self._taken or ()))):
+                    return False
+                else:
+                    begun = True
+            if begun:
+                if c == "]":
+                    self._consume(1)
+                return True
+        taken, self._taken = self._taken, None
+        self._content("".join(taken or ()))
+        return False
+
+    def _end_call(self, begin: str, end: str) -> Steps:
+        """Skips what stands between a call and the mark `end`; it is content if that mark is missing up to the mark
+        `begin` or the end.
+        """
+        text, marker = yield from self._collect((begin, end))
+        if marker == end:
+            return
+        self._text = (marker or "") + self._text
+        self._content(text)
 
     def _call_object(self, known: bool) -> Steps:
         if (yield from self._peek()) != "{":

@@ -5,6 +5,7 @@ templates), and between marks (LFM2).
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -23,47 +24,74 @@ class PythonicParser(OutputParser):
         if (yield from self._peek_content()) == "[":
             yield from self._list()
 
-    def _list(self) -> Steps:
-        """Parses a list of calls; returns whether it is one. Otherwise its text becomes content."""
-        self._taken = []
+    def _list(self, before: str = "") -> Steps:
+        """Parses a list of calls; returns whether it is one. Otherwise its text becomes content, after `before`, from
+        the first element that is no call.
+        """
+        self._taken, begun = [before], False
         yield from self._peek()
         self._consume(1)
         while (yield from self._call_in_list()):
+            begun = True
             if (yield from self._peek()) == ",":
                 self._consume(1)
+            self._taken = []
         taken, self._taken = self._taken, None
-        if taken is not None:
-            self._content("".join(taken))
-            return False
-        if (yield from self._peek()) == "]":
+        rest = "".join(taken or ())
+        if begun and self._text[:1] == "]" and not rest.strip():
             self._consume(1)
-        return True
+            return True
+        self._content(rest if not begun else rest.lstrip())
+        return taken is None
 
     def _call_in_list(self) -> Steps:
+        """Parses a call; returns whether it is complete. Its text is in `_taken` until it is known to be a call."""
         yield from self._peek()
         name = yield from self._while(lambda c: c.isalnum() or c in "_.-")
         if name not in self.functions or (yield from self._peek()) != "(":
             return False
         self._consume(1)
-        self._taken = None
-        arguments, opening = self._begin(name), "{"
+        properties = self.functions[name].get("properties")
+        unnamed = iter(properties if isinstance(properties, dict) else ())
+        arguments: Callable[[str], None] | None = None
+        held, opening = "", "{"
         while (c := (yield from self._peek())) and c != ")":
             if c == ",":
                 self._consume(1)
                 continue
-            key = yield from self._while(lambda c: c not in "=,)")
-            if self._text[:1] != "=":
-                continue
-            self._consume(1)
+            key = yield from self._while(lambda c: c not in "=,)([{\"'*")
+            named = self._text[:1] == "="
+            if named:
+                self._consume(1)
+                arguments = arguments or self._begin_call(name, held)
             value = yield from self._value()
             if value is None:
                 return False
-            arguments(f"{opening}{json.dumps(key.strip(), ensure_ascii=False)}: {_as_json(value.strip())}")
+            if not named:
+                value = key + value
+                key = "" if arguments or value.startswith("*") else next(unnamed, "")
+                if not key:  # no argument that a schema could name
+                    if arguments is None:
+                        return False
+                    self._content(value)
+                    continue
+            pair = f"{opening}{json.dumps(key.strip(), ensure_ascii=False)}: {_as_json(value.strip())}"
             opening = ", "
+            if arguments:
+                arguments(pair)
+            else:
+                held += pair
         if c:
+            arguments = arguments or self._begin_call(name, held)
             self._consume(1)
             arguments("{}" if opening == "{" else "}")
         return bool(c)
+
+    def _begin_call(self, name: str, held: str) -> Callable[[str], None]:
+        """See _begin. `held`: the arguments that came before the call was known to be one."""
+        arguments, self._taken = self._begin(name), None
+        arguments(held)
+        return arguments
 
     def _while(self, keeps: Callable[[str], bool]) -> Steps:
         """Returns the text up to the first character that is not kept."""
@@ -93,7 +121,7 @@ class PythonicParser(OutputParser):
                     return self._consume(at)
                 elif c in "([{":
                     depth += 1
-                elif c in ")]}":
+                elif depth and c in ")]}":
                     depth -= 1
                 at += 1
             if self._ended:
@@ -135,11 +163,14 @@ class LfmParser(PythonicParser):
 
     def _run(self) -> Steps:
         begin, end = LfmFormat.marks
-        while (yield from self._scan((begin,), self._content)):
-            if (yield from self._peek()) != "[":
+        # An end mark after calls ends a list whose last elements were none; without calls it is content as its list is.
+        while marker := (yield from self._scan((begin, end) if self.calls else (begin,), self._content)):
+            if marker == end:
+                continue
+            if (yield from self._peek_content()) != "[":
                 self._content(begin)
-            elif (yield from self._list()):
-                yield from self._scan((end,), lambda text: None)
+            elif (yield from self._list(begin)):
+                yield from self._end_call(begin, end)
 
 
 class LfmFormat(PythonicFormat):
@@ -157,10 +188,13 @@ class LfmFormat(PythonicFormat):
         return f'begin "[" {calls} "]" {literal(self.marks[1])}'
 
 
+_loads = functools.partial(json.loads, strict=False)  # takes a newline within a text
+
+
 def _as_json(value: str) -> str:
-    for read in (json.loads, ast.literal_eval):
+    for read in (_loads, ast.literal_eval, lambda text: ast.literal_eval(text.replace("\n", "\\n"))):
         try:
-            return json.dumps(read(value), ensure_ascii=False)
+            return json.dumps(read(value), ensure_ascii=False, allow_nan=False)
         except _ERRORS:
             continue
     return json.dumps(value, ensure_ascii=False)

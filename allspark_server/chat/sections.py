@@ -2,8 +2,10 @@
 # ruff: noqa: RUF001
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from .format import ChatFormat, Literal, Message, json_rule
@@ -21,14 +23,29 @@ class SectionParser(OutputParser):
     def _run(self) -> Steps:
         opening = (self.section[0], self.call[0])
         while marker := (yield from self._scan(opening, self._content)):
-            if marker == self.section[0]:
-                marker = yield from self._scan((self.call[0], self.section[1]), lambda text: None)
-            while marker == self.call[0]:
-                head, marker = yield from self._collect((self.separator, *self.call, self.section[1]))
-                if marker == self.separator:
-                    marker = yield from self._arguments(head.strip())
-                elif marker is None or head.strip():
-                    self._content(self.call[0] + head + (marker or ""))
+            while marker not in (None, self.section[1]):
+                marker = yield from (self._one_call() if marker == self.call[0] else self._between())
+
+    def _between(self) -> Steps:
+        """Parses what stands in a section beside calls; returns the mark that follows. All but blanks is content."""
+        begun = False
+
+        def emit(text: str) -> None:
+            nonlocal begun
+            text = text if begun else text.lstrip()
+            begun = begun or bool(text)
+            self._content(text)
+
+        return (yield from self._scan((*self.section, self.call[0]), emit))
+
+    def _one_call(self) -> Steps:
+        """Parses a call from the mark that begins it; returns the mark that follows."""
+        head, marker = yield from self._collect((self.separator, *self.call, self.section[1]))
+        if marker == self.separator:
+            return (yield from self._arguments(head.strip()))
+        if marker is None or head.strip():
+            self._content(self.call[0] + head + ("" if marker in (None, self.call[0]) else marker))
+        return marker
 
     def _arguments(self, head: str) -> Steps:
         """Parses a call from the mark that ends its head; returns the mark that follows the call."""
@@ -43,11 +60,10 @@ class SectionParser(OutputParser):
         if marker == "{":
             self._text = "{" + self._text
             yield from self._json_value(arguments)
-        elif marker is not None:
+            return (yield from self._scan((*self.call, self.section[1]), lambda text: None))
+        if marker is not None:
             arguments("{}")
-        if marker == self.call[0]:
-            return marker
-        return (yield from self._scan((self.call[0], self.section[1]), lambda text: None))
+        return marker
 
     def _name(self, head: str) -> Steps:
         """Returns the function's name, "" if there is none, and the call's id or None."""
@@ -103,6 +119,8 @@ class DeepSeekParser(SectionParser):
         name, marker = yield from self._collect(("\n", "```", "{", self.call[1]))
         if marker and marker != "\n":
             self._text = marker + self._text
+            if self._taken:
+                self._taken.pop()
         return name.strip() if marker else "", None
 
 
@@ -139,7 +157,7 @@ class DeepSeek31Format(SectionFormat):
 # ---- Kimi ---------------------------------------------------------------------------------------------------
 
 _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.S)
-_KIMI_ID = re.compile(r"functions\..+:\d+", re.S)
+_KIMI_ID = re.compile(r"functions\..+:(\d+)", re.S)
 
 
 class KimiParser(SectionParser):
@@ -150,9 +168,18 @@ class KimiParser(SectionParser):
     separator = "<|tool_call_argument_begin|>"
     ENDS_REASONING = (section[0],)
 
+    def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
+        """See OutputParser."""
+        self._ids: set[str] = set()
+        super().__init__(tools, opened)
+
     def _name(self, head: str) -> Steps:
         match = _ID.fullmatch(head)
-        return (match[1], head) if match else ("", None)
+        if not match:
+            return "", None
+        call_id = None if head in self._ids else head  # a model may repeat itself, but an id names one call
+        self._ids.add(head)
+        return match[1], call_id
         yield
 
 
@@ -171,16 +198,18 @@ class KimiFormat(SectionFormat):
 
     def adapt(self, messages: list[Message], variables: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:
         """See ChatFormat. Ids of another form, which another model gave, are replaced."""
+        own = (_KIMI_ID.fullmatch(call.get("id") or "") for m in messages for call in m.get("tool_calls") or ())
+        used = {match[1] for match in own if match}
+        numbers = (number for number in itertools.count() if str(number) not in used)
         renamed: dict[str, str] = {}
-        shown, count = [], 0
+        shown = []
         for message in messages:
             calls = []
             for call in message.get("tool_calls") or ():
                 if not _KIMI_ID.fullmatch(call.get("id") or ""):
-                    renamed[call.get("id")] = f"functions.{call['function']['name']}:{count}"
+                    renamed[call.get("id")] = f"functions.{call['function']['name']}:{next(numbers)}"
                     call = {**call, "id": renamed[call.get("id")]}
                 calls.append(call)
-                count += 1
             if calls:
                 message = {**message, "tool_calls": calls}
             elif message.get("tool_call_id") in renamed:

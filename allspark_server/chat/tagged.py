@@ -23,7 +23,7 @@ class TaggedParser(OutputParser):
         properties = self.functions.get(function, {}).get("properties")
         if not is_text(properties.get(key) if isinstance(properties, dict) else None):
             value, _ = yield from self._collect((end,))
-            arguments(_json_or_text(value.strip("\n") if self.padded else value))
+            arguments(json_or_text(value.strip("\n") if self.padded else value))
             return
         first, held = self.padded, ""
 
@@ -84,9 +84,10 @@ class TaggedFormat(ChatFormat):
         return "\n".join(lines)
 
 
-def _json_or_text(value: str) -> str:
+def json_or_text(value: str) -> str:
+    """The value as JSON: itself if it is JSON, otherwise a text."""
     try:
-        return json.dumps(json.loads(value), ensure_ascii=False)
+        return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return json.dumps(value, ensure_ascii=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -57,6 +58,19 @@ def test_arbitrary_text_is_taken_apart_alike_however_it_is_cut(name):
         assert parse(name, [text[:cut], "", text[cut:]]) == whole, text
 
 
+@pytest.mark.parametrize("begin, end", ["[]", ("{a:", "}")])
+@pytest.mark.parametrize("closed", [True, False])
+def test_values_in_each_other_are_a_text_from_some_depth(begin, end, closed):
+    text = f"<|tool_call>call:now{{x:{begin * 600}" + (f"{end * 600}}}<tool_call|>Done." if closed else "")
+    content, _, [(name, arguments)] = whole = parse("gemma4", [text])
+    assert parse("gemma4", text) == whole and name == "now" and content == ("Done." if closed else "")
+    if closed:
+        value, depth = json.loads(arguments)["x"], 0
+        while not isinstance(value, str):
+            value, depth = value["a"] if isinstance(value, dict) else value[0], depth + 1
+        assert value == begin * (600 - depth) + end * (600 - depth) and 20 < depth < 100
+
+
 def test_arguments_and_content_come_as_they_are_written():
     parser = chat_format("hermes").parser(TOOLS)
     assert parser.feed("Hello <") == [Content("Hello")] and parser.feed("b") == [Content(" <b")]
@@ -80,6 +94,8 @@ def test_without_tools_nothing_is_a_call():
     text = '<think>x</think><tool_call>{"name": "now"}</tool_call>'
     assert parse("hermes", text, tools=[]) == (text[16:], "x", [])
     assert parse("hermes", text, choice="none") == (text[16:], "x", [])
+    text = "<think>x</think><response>It is 5.</response>"
+    assert parse("granite", text, tools=[]) == parse("granite", list(text), tools=[]) == ("It is 5.", "x", [])
     text = "<|channel|>analysis<|message|>x<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}"
     assert parse("harmony", text, tools=[]) == parse("harmony", text, choice="none") == ("{}", "x", [])
 
@@ -185,6 +201,11 @@ def test_templates_get_calls_and_tools_in_their_own_form():
     assert render(with_template(PHI).templates, messages[:1], ChatOptions()) == "When?"
     parser = chat_format("kimi_k2").parser(TOOLS)
     assert parser.feed(CALLS["kimi_k2"])[0] == ToolCallBegin(0, "functions.now:0", "now")
+    again = [event for event in parser.feed(CALLS["kimi_k2"]) if isinstance(event, ToolCallBegin)]
+    assert [event.name for event in again] == ["now"] and again[0].id != "functions.now:0"
+    taken = [CALLED | {"tool_calls": [CALLED["tool_calls"][0] | {"id": "functions.now:0"}]}]
+    assert render(with_template(KIMI).templates, check_messages([*taken, *messages]), options).endswith(
+        'functions.now:1<|tool_call_argument_begin|>{"zone": "UTC"}|functions.now:1|')
 
 
 @pytest.mark.parametrize("template, error", [
