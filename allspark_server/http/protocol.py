@@ -67,7 +67,8 @@ class Connection(HttpToolsProtocol):
         self.idle.pop(self, None)
         super().on_headers_complete()
         # The cycle refers to the scope. Without a weak reference only the collector would free closed connections.
-        self.scope["extensions"]["allspark.chunk"] = functools.partial(_send_chunk, weakref.ref(self.cycle))
+        extensions: dict[str, Any] = self.scope["extensions"]
+        extensions["allspark.chunk"] = functools.partial(_send_chunk, weakref.ref(self.cycle))
 
     def on_body(self, body: bytes) -> None:
         """As uvicorn's; does not count the body as head."""
