@@ -1,6 +1,7 @@
 #include "batch/draft_head.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace as {
 
@@ -55,20 +56,10 @@ void DraftHead::plan(Slots& slots) {
   }
 }
 
-void DraftHead::clear() { batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear(), batch_.hidden.clear(); }
-
 // Adds a row: the hidden state of a position, and the token of the next one.
 void DraftHead::add(int slot, int position, int token, const float* hidden) {
   batch_.rows.push_back({slot, position, token});
   batch_.hidden.push_back(hidden);
-}
-
-// Makes an item of the slot's last `count` rows. The output of the last one is the token two positions later.
-void DraftHead::end_item(int slot, int count, bool samples) {
-  const int row = (int)batch_.rows.size() - count, output = (int)batch_.outputs.size();
-  const Row& last = batch_.rows.back();
-  if (samples) batch_.outputs.push_back({row + count - 1, slot, last.position + 2});
-  batch_.items.push_back({slot, row, last.position - count + 1, count, 0, output, samples, samples ? kSample : 0});
 }
 
 void DraftHead::draft(Slots& slots) {
@@ -91,33 +82,19 @@ void DraftHead::draft(Slots& slots) {
         const int some = std::min(end, part.first + max_rows_ - (int)batch_.rows.size());
         add_rows(part, part.first, some, false);
         part.first = some;
-        if ((int)batch_.rows.size() == max_rows_) head_.run(batch_, false), clear();
+        if ((int)batch_.rows.size() == max_rows_) program_.run(batch_, false), clear();
       }
     }
-  if (total > max_rows_ && !batch_.rows.empty()) head_.run(batch_, false), clear();
-  std::vector<Sampling> sampling, next;
+  if (total > max_rows_ && !batch_.rows.empty()) program_.run(batch_, false), clear();
+  std::vector<Sampling> sampling;
   for (const Part& part : parts_) {
     add_rows(part, part.first, part.end, part.drafts > 0);
     if (part.drafts) sampling.push_back({part.slot, part.drafts});
   }
-  while (!batch_.rows.empty()) {
-    const RunOutput result = head_.run(batch_, false);
-    const std::vector<Output> outputs = batch_.outputs;
-    clear();
-    next.clear();
-    for (size_t i = 0; i < sampling.size(); i++) {
-      Sampling& one = sampling[i];
-      const int token = result.samples[i].token;
-      if (token < 0) continue;
-      std::vector<int32_t>& history = slots.slot(one.slot).history;
-      history.push_back(token);
-      if (--one.left == 0) continue;
-      add(one.slot, (int)history.size() - 2, token, head_.kept().row(outputs[i].row));
-      end_item(one.slot, 1, true);
-      next.push_back(one);
-    }
-    sampling.swap(next);
-  }
+  sample(slots, std::move(sampling), [&](int slot, int output) {
+    const std::vector<int32_t>& history = slots.slot(slot).history;
+    add(slot, (int)history.size() - 2, history.back(), program_.kept().row(output));
+  });
   for (const Part& part : parts_) {
     Unread& unread = unread_[part.slot];
     const int end = slots.slot(part.slot).cached;

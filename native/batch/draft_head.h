@@ -22,7 +22,7 @@ class DraftHead : public Drafter {
   // head: the draft head's program, with the same spans. model: a program that keeps hidden states. max_rows: the most
   // rows of one run of the head, at least one for each slot.
   DraftHead(Runner& head, const Runner& model, int max_rows, int max_slots)
-      : head_(head), model_(model), max_rows_(max_rows), unread_(max_slots) {}
+      : Drafter(head, 2), model_(model), max_rows_(max_rows), unread_(max_slots) {}
 
   // Computes the positions that the head's cache lacks, unless few are and no drafts are wanted of their slot. Then
   // appends drafts to the histories of items that want them.
@@ -44,24 +44,16 @@ class DraftHead : public Drafter {
   struct Part {
     int slot, first, end, drafts;
   };
-  // A sequence that gets drafts: its slot and how many more it may get.
-  struct Sampling {
-    int slot, left;
-  };
   const float* state(const Unread& unread, int position) const;
   void hold(Unread& unread, int first, int end);
   void plan(Slots& slots);
-  void clear();
   void add(int slot, int position, int token, const float* hidden);
-  void end_item(int slot, int count, bool samples);
 
-  Runner& head_;
   const Runner& model_;
   const int max_rows_;
   std::vector<Unread> unread_;  // by slot
   std::vector<int> wanted_;     // drafts, by slot
   std::vector<Part> parts_;
-  Batch batch_;
 };
 
 }  // namespace as

@@ -8,15 +8,13 @@ namespace as {
 class DraftModel : public Drafter {
  public:
   // max_rows: the most rows of one run.
-  DraftModel(Runner& runner, int max_rows) : runner_(runner), max_rows_(max_rows) {}
+  DraftModel(Runner& model, int max_rows) : Drafter(model, 1), max_rows_(max_rows) {}
   // Computes the positions that the model's cache lacks, then appends drafts to the histories of items that want them.
   // Slots whose missing positions do not fit one run get no drafts.
   void draft(Slots& slots) override;
 
  private:
-  Runner& runner_;
   const int max_rows_;
-  Batch batch_;
 };
 
 }  // namespace as

@@ -1,5 +1,8 @@
-// What makes drafts with a program of its own.
+// What makes drafts with a program of its own. It samples with the random numbers that the model will use.
 #pragma once
+#include <functional>
+#include <vector>
+
 #include "batch/slots.h"
 
 namespace as {
@@ -11,6 +14,28 @@ class Drafter {
   virtual void draft(Slots& slots) = 0;
   // After the model has computed a batch, before its samples are accepted.
   virtual void computed(const Batch&) {}
+
+ protected:
+  // A sequence that gets drafts: its slot and how many more it may get.
+  struct Sampling {
+    int slot, left;
+  };
+  // ahead: how many positions beyond its own a row predicts.
+  Drafter(Runner& program, int ahead) : program_(program), ahead_(ahead) {}
+
+  void clear();
+  // Makes an item of the slot's last `count` rows in the batch. samples: the last one has an output.
+  void end_item(int slot, int count, bool samples);
+  // Runs the batch, whose outputs are those of `sampling` in their order, and appends the tokens to the histories.
+  // While sequences may get more drafts, follow(slot, output) adds the row of the last token of each, and these are
+  // run; output: the row that sampled the token, in the batch before.
+  void sample(Slots& slots, std::vector<Sampling> sampling, const std::function<void(int, int)>& follow);
+
+  Runner& program_;
+  Batch batch_;
+
+ private:
+  const int ahead_;
 };
 
 }  // namespace as

@@ -30,8 +30,8 @@ SELECTED = ["native/test_executor.py", "native/test_window.py", "native/test_ker
 # What takes minutes, or servers.
 LEFT_OUT = ["lower", "ranks_agree", "shipped_model", "same_request", "largest", "matmul_against_float64"]
 NO_RUNTIME = 77  # tests/sanitize's exit status where the compiler has no sanitizers
-SOURCES = ["batch/decoder", "batch/draft_head", "batch/draft_model", "batch/lookup", "batch/plan", "batch/slots",
-           "comm/hosts", "comm/link", "comm/shared_memory", "sampling/sampler", "sampling/sampler_shard"]
+SOURCES = ["batch/decoder", "batch/draft_head", "batch/draft_model", "batch/drafter", "batch/lookup", "batch/plan",
+           "batch/slots", "comm/hosts", "comm/link", "comm/shared_memory", "sampling/sampler", "sampling/sampler_shard"]
 
 
 @pytest.fixture(scope="module")
