@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from .errors import AllSparkError
 from .types import GeneratedElements, GenerateRequestStatus, RequestStatInfo as StatInfo
@@ -51,13 +51,10 @@ class ResultQueue:
         Returns None once the request has ended and all tokens are read, or when `timeout_ms` milliseconds are over.
         Raises AllSparkError if the request has failed.
         """
-        deadline = None if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
+        timeout = None if timeout_ms is None else _seconds(timeout_ms)
         with self._changed:
-            while not self._elements and not self._ended:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._wait(left)
+            if not self._wait_for(lambda: bool(self._elements) or self._ended, timeout):
+                return None
             return self._take()
 
     def GetWithTimeout(self, timeout_ms: float) -> GeneratedElements | None:
@@ -95,14 +92,8 @@ class ResultQueue:
 
     def wait_final(self, timeout: float | None = None) -> bool:
         """Wait until the request has ended, at most `timeout` seconds; returns whether it has."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            while not self._ended:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                self._wait(left)
-            return self._ended
+            return self._wait_for(lambda: self._ended, timeout)
 
     def __iter__(self) -> Iterator[GeneratedElements]:
         while (elements := self.Get()) is not None:
@@ -171,11 +162,11 @@ class ResultQueue:
                     self._tasks.discard(news)
         return came
 
-    def _wait(self, seconds: float | None) -> None:
-        """Wait for a change; the caller holds the lock, once."""
+    def _wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait for a condition, at most `timeout` seconds; returns whether it holds. The caller holds the lock."""
         self._waiting += 1
         try:
-            self._changed.wait(seconds)
+            return self._changed.wait_for(condition, timeout)
         finally:
             self._waiting -= 1
 
