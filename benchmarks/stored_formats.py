@@ -24,10 +24,13 @@ from support.quantized_checkpoints import (
     MODULE,
     awq,
     compressed,
+    e4m3_values,
     float4,
     float8_blocks,
     gptq,
     nf4,
+    pack_awq,
+    pack_pairs,
     pack_words,
     write_safetensors,
 )
@@ -40,10 +43,6 @@ _LARGEST = {"e4m3": 448.0, "fp4": 6.0}
 def _e4m3(values: np.ndarray) -> np.ndarray:
     """The nearest e4m3 values, as bytes."""
     return torch.from_numpy(values).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-
-def _e4m3_values(stored: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(stored).view(torch.float8_e4m3fn).float().numpy()
 
 
 def _nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -92,13 +91,13 @@ def nvfp4(w: np.ndarray) -> Tensors:
     largest = np.abs(groups).max(2)
     overall = np.float32(_LARGEST["e4m3"] * _LARGEST["fp4"]) / largest.max()
     stored = np.maximum(_e4m3(largest / np.float32(_LARGEST["fp4"]) * overall), 1).astype(np.uint8)
-    quants = _nearest(groups / (_e4m3_values(stored) / overall)[:, :, None], FP4)
+    quants = _nearest(groups / (e4m3_values()[stored] / overall)[:, :, None], FP4)
     return _fp4(quants.reshape(w.shape)) | {".weight_scale": (FLOAT8, stored),
                                             ".weight_global_scale": np.array([overall], np.float32)}
 
 
 def _fp4(quants: np.ndarray) -> Tensors:
-    return {".weight_packed": quants[:, 0::2] | quants[:, 1::2] << 4, ".weight_shape": np.array(quants.shape, np.int64)}
+    return {".weight_packed": pack_pairs(quants), ".weight_shape": np.array(quants.shape, np.int64)}
 
 
 def nf4_blocks(w: np.ndarray) -> Tensors:
@@ -126,17 +125,13 @@ def gptq_symmetric(w: np.ndarray) -> Tensors:
 
 def awq_points(w: np.ndarray) -> Tensors:
     """Integers from 0 to 15 with zero points in groups of 64, in AWQ's layout."""
-    def packed(values: np.ndarray) -> np.ndarray:
-        values = values.reshape(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
-        return pack_words(values.reshape(len(values), -1), 4)
-
     groups = _grouped(w, GROUP)
     low, high = np.minimum(groups.min(2), 0), np.maximum(groups.max(2), 0)
     scales = ((high - low) / 15).astype(np.float16)
     points = np.clip(np.rint(-low / scales.astype(np.float32)), 0, 15).astype(np.uint8)
     quants = np.clip(np.rint(groups / scales.astype(np.float32)[:, :, None]) + points[:, :, None], 0, 15)
-    return {".qweight": packed(np.ascontiguousarray(quants.reshape(w.shape).astype(np.uint8).T)),
-            ".qzeros": packed(np.ascontiguousarray(points.T)), ".scales": np.ascontiguousarray(scales.T)}
+    return {".qweight": pack_awq(quants.reshape(w.shape).astype(np.uint8).T), ".qzeros": pack_awq(points.T),
+            ".scales": np.ascontiguousarray(scales.T)}
 
 
 #: name -> (a matrix' tensors, quantization_config)

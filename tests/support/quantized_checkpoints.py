@@ -35,6 +35,17 @@ def pack_words(quants: np.ndarray, bits: int) -> np.ndarray:
     return np.bitwise_or.reduce(quants << (np.arange(per, dtype=np.uint32) * np.uint32(bits)), axis=-1).view(np.int32)
 
 
+def pack_awq(quants: np.ndarray) -> np.ndarray:
+    """Packs 4-bit values [rows, columns] in AWQ's order of eight."""
+    values = quants.reshape(len(quants), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+    return pack_words(values.reshape(len(values), -1), 4)
+
+
+def pack_pairs(quants: np.ndarray) -> np.ndarray:
+    """Packs adjacent 4-bit values into bytes, the first into the lower half."""
+    return quants[:, 0::2] | quants[:, 1::2] << 4
+
+
 def _scales(rng, shape, bits: int, columns: int, dtype=np.float16) -> np.ndarray:
     return (rng.uniform(0.5, 2, shape) * 2.2 / (1 << bits) / columns ** 0.5 * 2).astype(dtype)
 
@@ -69,16 +80,12 @@ def gptq(bits: int, group: int, *, symmetric=False, order=False, version="gptq")
 
 
 def awq(group: int):
-    def packed(values: np.ndarray) -> np.ndarray:  # [k, n]
-        values = values.reshape(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
-        return pack_words(values.reshape(len(values), -1), 4)
-
     def make(n: int, k: int, rng, salt: int) -> Made:
         groups = -(-k // group)
         quants, points = _quants(rng, (n, k), 4), _points(rng, (groups, n), 4)
         scales, index = _scales(rng, (groups, n), 4, k), np.arange(k) // group
         weights = scales.astype(np.float32)[index].T * (quants.astype(np.float32) - points.astype(np.float32)[index].T)
-        return {".qweight": packed(quants.T), ".qzeros": packed(points), ".scales": scales}, weights
+        return {".qweight": pack_awq(quants.T), ".qzeros": pack_awq(points), ".scales": scales}, weights
 
     return make, {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
 
@@ -154,7 +161,7 @@ FP4 = np.array([0, .5, 1, 1.5, 2, 3, 4, 6, -0.0, -.5, -1, -1.5, -2, -3, -4, -6],
 def float4(form: str, group: int):
     def make(n: int, k: int, rng, salt: int) -> Made:
         quants, groups = rng.integers(0, 16, (n, k)).astype(np.uint8), -(-k // group)
-        packed = quants[:, 0::2] | quants[:, 1::2] << 4
+        packed = pack_pairs(quants)
         if form.startswith("mx"):
             stored = rng.integers(118, 122, (n, groups)).astype(np.uint8)
             scales = np.ldexp(np.float32(1), stored.astype(int) - 127)
