@@ -209,7 +209,7 @@ class ChatTemplates:
         ):
             raise ValueError("tools must be a list of JSON schemas (dicts)")
         template = self.source(tools is not None)
-        asks = bool(_ASKS_FOR_NONE.search(template))
+        asks = _asks_for_none(template)
         values = {
             **self._special_tokens,
             "documents": None,
@@ -222,6 +222,12 @@ class ChatTemplates:
             return renderer().render(template, values)
         except ValueError as error:
             raise ValueError(f"the chat template of {self._owner} {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _asks_for_none(template: str) -> bool:
+    """Whether a template asks if content is None."""
+    return bool(_ASKS_FOR_NONE.search(template))
 
 
 def _as_seen(message: dict, asks_for_none: bool) -> dict:
