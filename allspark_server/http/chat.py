@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages
-from .choices import DONE, fingerprint, ids_field, prompt_field, token_bytes, usage
+from .choices import DONE, fingerprint, ids_field, logprobs_json, prompt_field, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs, chat_logprobs_json
 from .pieces import joined, json_list, json_object, quoted
@@ -146,12 +147,8 @@ class _Stream:
             reply, events = replies.take(elements)
             logprobs = "null"
             if self._request.logprobs:
-                texts, top = call.pool.token_texts(self._info), self._request.top_logprobs or 0
-                try:
-                    logprobs = chat_logprobs_json(elements, texts, top)
-                except KeyError:
-                    await token_bytes(call.pool, self._info, elements)
-                    logprobs = chat_logprobs_json(elements, texts, top)
+                make = functools.partial(chat_logprobs_json, elements, top=self._request.top_logprobs or 0)
+                logprobs = await logprobs_json(call.pool, self._info, elements, make)
                 events = events or [Content("")]    # the text is held back until more is known
             more = ""
             if self._request.return_token_ids:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from allspark_client.types import GeneratedElements, ModelInfo
 
-from .logprobs import prompt_logprobs
+from .logprobs import TokenTexts, prompt_logprobs
 from .pool import Answer, Pool
 
 _REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "tool_calls": "tool_calls"}
@@ -122,6 +122,19 @@ async def token_bytes(pool: Pool, info: ModelInfo, elements: GeneratedElements) 
     for pairs in elements.log_probs_list:
         ids.update(i for i, _ in pairs)
     return await pool.token_bytes(info, ids)
+
+
+async def logprobs_json(pool: Pool, info: ModelInfo, elements: GeneratedElements,
+                        make: Callable[[TokenTexts], str]) -> str:
+    """What `make` writes of the log probabilities of new tokens, once the texts of all tokens that they name are known.
+    `make` raises KeyError, before anything has changed, if some are not.
+    """
+    texts = pool.token_texts(info)
+    try:
+        return make(texts)
+    except KeyError:
+        await token_bytes(pool, info, elements)
+        return make(texts)
 
 
 async def prompt_field(pool: Pool, choices: Choices, top: int | None) -> dict[str, Iterator[str]]:

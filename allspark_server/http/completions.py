@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from allspark_server.json_structure import MAX_VALUES
 
 from .call import Call, new_id
 from .chat_wire import ResponseFormat
-from .choices import DONE, Choice, Choices, fingerprint, ids_field, prompt_field, token_bytes, usage
+from .choices import DONE, Choice, Choices, fingerprint, ids_field, logprobs_json, prompt_field, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
 from .infill import prompts_with_suffix
 from .logprobs import CompletionLogprobs, logprobs_in_pieces
@@ -77,12 +78,8 @@ class _Part:
 
     async def json(self, pool: Pool, at: int, elements: GeneratedElements) -> str:
         """The log probabilities of new tokens of the choice with index `at`."""
-        texts, maker = pool.token_texts(self.choices.info), self.logprobs[at]
-        try:
-            return maker.json(elements, texts)
-        except KeyError:
-            await token_bytes(pool, self.choices.info, elements)
-            return maker.json(elements, texts)
+        make = functools.partial(self.logprobs[at].json, elements)
+        return await logprobs_json(pool, self.choices.info, elements, make)
 
 
 def _check(request: CompletionRequest) -> None:

@@ -174,7 +174,6 @@ class CompletionLogprobs:
             "text_offset": offsets,
         }
 
-
     def json(self, elements: GeneratedElements, known: TokenTexts) -> str:
         """As json.dumps would write `of` for new tokens. KeyError, before anything has changed, if some are unknown."""
         completion, count = known.completion, self._top

@@ -44,7 +44,7 @@ _MODELS_AGE, _INFO_AGE = 0.5, 5.0
 #: pause between two looks at the members, and how old what `health` reports may be, s. A look takes longer if members
 #: do not answer
 _LOOK_SECONDS, _HEALTH_AGE = 0.5, 60.0
-#: ids whose bytes are asked for together: 2 ms of a server's time
+#: ids whose bytes are asked for together: 1 to 2 ms of a server's time
 _TOKENS_AT_ONCE = 1024
 
 

@@ -11,6 +11,7 @@ from ..cache import Copies, SpanGroups, StateCopies
 from ..runtime.plan import COPIES, STATES, NewSlot, WorkTable, encode_plan
 from .prompt_outputs import PromptOutputRows
 from .sequence import FinishReason, Sequence
+from .speculation import DraftLengths
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Limits:
     span_size: int
     draft_kind: int = 0
     max_drafts: int = 7
-    first_drafts: int = 4
+    first_drafts: int = DraftLengths.FIRST
     masks: int = 0
     recompute_beyond: int = 0
     windows: tuple[int, ...] = (0,)
