@@ -4,7 +4,7 @@
 // sequences at position P; HEADS/KV_HEADS/SIZE and a cache type apply to the arguments after them. nvcc -O3 -std=c++17
 // -I../../../native -gencode arch=compute_90a,code=sm_90a attend_decode.cu
 //   ../../../native/cuda/kernel_choice.cpp
-//   ../../../native/cuda/kernels/{attention/attention*,norm/rows*}.cu -o attend_decode
+//   ../../../native/cuda/kernels/{attention/{attention*,latent_mma},norm/rows*}.cu -o attend_decode
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

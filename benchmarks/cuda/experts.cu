@@ -2,7 +2,8 @@
 // of the time that its bytes or its operations take; and whether one row has the same bits with both sets of kernels.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/experts.cu
 //        native/cuda/kernel_choice.cpp
-//        native/cuda/kernels/{moe/*,gemm/{gemm_{small_n,dtype16,split_k,stream_k,prefill,f32},gemv},norm/rows,quantize/pack}.cu
+//        native/cuda/kernels/{moe/*,gemm/{gemm_{small_n,dtype16,split_k,stream_k,prefill,mma_prefill,f32},
+//        gemv},norm/rows,quantize/pack}.cu
 //        -o experts
 //   experts [rows,rows... [rows of a tile]]
 #include <cstdio>
@@ -14,19 +15,9 @@
 
 #include "chosen.h"
 #include "cuda/kernels/common/dtype16.h"
+#include "timing.h"
 
 using namespace as::cuda;
-
-static void check(cudaError_t result) {
-  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
-}
-template <typename T>
-static T* memory(size_t bytes) {
-  void* data = nullptr;
-  check(cudaMalloc(&data, bytes));
-  check(cudaMemset(data, 0, bytes));
-  return static_cast<T*>(data);
-}
 
 constexpr int kHidden = 2048, kInner = 768, kHeads = 4096, kQkv = 5120, kExperts = 128, kTop = 8, kLayers = 3;
 constexpr double kBandwidth = 4.44e6, kRate = 792e6;  // bytes, operations in a microsecond
@@ -147,8 +138,6 @@ int main(int argc, char** argv) {
                   {"norm", [&](const Layer&, int rows) { AS_DTYPE16::rms_norm(x.values, norm, rows, y, queue); }},
                   next};
 
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
   const auto reset = [&] {
     check(cudaMemcpyAsync(x.values, start.data(), start.size() * 4, cudaMemcpyHostToDevice, stream));
     check(cudaStreamSynchronize(stream));
@@ -157,25 +146,11 @@ int main(int argc, char** argv) {
   const auto time_of = [&](const Parts& parts, size_t count, int rows) {
     constexpr int kLaunches = 12;
     reset();
-    cudaGraph_t graph;
-    cudaGraphExec_t replay;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kLaunches; i++)
-      for (size_t part = 0; part < count; part++) parts[part].second(layers[i % kLayers], rows);
-    check(cudaStreamEndCapture(stream, &graph));
-    check(cudaGraphInstantiate(&replay, graph, 0));
-    float best = 1e9;
-    for (int i = 0; i < 5; i++) {
-      float ms;
-      check(cudaEventRecord(begin, stream));
-      check(cudaGraphLaunch(replay, stream));
-      check(cudaEventRecord(end, stream));
-      check(cudaEventSynchronize(end));
-      check(cudaEventElapsedTime(&ms, begin, end));
-      best = ms < best ? ms : best;
-    }
-    cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
-    return 1e3 * best / kLaunches;
+    const float ms = least_ms_of_graph(stream, 5, [&] {
+      for (int i = 0; i < kLaunches; i++)
+        for (size_t part = 0; part < count; part++) parts[part].second(layers[i % kLayers], rows);
+    });
+    return 1e3 * ms / kLaunches;
   };
   const auto results = [&](const Parts& parts, int rows) {
     reset();

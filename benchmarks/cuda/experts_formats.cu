@@ -13,19 +13,9 @@
 
 #include "chosen.h"
 #include "cuda/kernels/common/dtype16.h"
+#include "timing.h"
 
 using namespace as::cuda;
-
-static void check(cudaError_t result) {
-  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
-}
-template <typename T>
-static T* memory(size_t bytes) {
-  void* data = nullptr;
-  check(cudaMalloc(&data, bytes));
-  check(cudaMemset(data, 0, bytes));
-  return static_cast<T*>(data);
-}
 
 constexpr int kCopies = 3;
 constexpr double kBandwidth = 4.44e6, kRate = 792e6;  // bytes, operations in a microsecond
@@ -95,28 +85,12 @@ int main(int argc, char** argv) {
   place_routing(memory<char>(routing_bytes(most, kTop, kExperts)), most, kExperts, routing);
   Router router;
   router.experts = kExperts, router.normalized = true;
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
   const auto time_of = [&](const std::function<void(int)>& launch) {
     constexpr int kLaunches = 12;
-    cudaGraph_t graph;
-    cudaGraphExec_t replay;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < kLaunches; i++) launch(i % kCopies);
-    check(cudaStreamEndCapture(stream, &graph));
-    check(cudaGraphInstantiate(&replay, graph, 0));
-    float best = 1e9;
-    for (int i = 0; i < 5; i++) {
-      float ms;
-      check(cudaEventRecord(begin, stream));
-      check(cudaGraphLaunch(replay, stream));
-      check(cudaEventRecord(end, stream));
-      check(cudaEventSynchronize(end));
-      check(cudaEventElapsedTime(&ms, begin, end));
-      best = ms < best ? ms : best;
-    }
-    cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
-    return 1e3 * best / kLaunches;
+    const float ms = least_ms_of_graph(stream, 5, [&] {
+      for (int i = 0; i < kLaunches; i++) launch(i % kCopies);
+    });
+    return 1e3 * ms / kLaunches;
   };
   char* const rows_of_bytes = memory<char>(byte_rows_bytes((int)entries, kHidden > kInner ? kHidden : kInner));
   for (int number = 0; number < (int)Format::count; number++) {

@@ -5,8 +5,9 @@
 // separate kernels quantize rows)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/layer.cu
 //        native/cuda/kernel_choice.cpp
-//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},norm/rows,
-//        attention/attention_few,quantize/{quantize_rows,pack}}.cu
+//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,mma_prefill,f32,8bit*,integer},
+//        gemv},norm/rows,
+//        attention/attention_decode,quantize/{quantize_rows,pack}}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -61,7 +62,8 @@ __global__ void fill_quants(Quants quants, size_t words, int rows, uint64_t seed
 Matrix matrix(int n, int k) {
   if (float8 || w8a8) {
     Matrix m{n, k, float8 ? Kind::float8 : Kind::integers};
-    m.quants = {8, k, 1, float8, true, memory<uint32_t>(quants_bytes(n, k, 8)), memory<uint32_t>(scales_bytes(n, 1))};
+    m.quants = {
+        8, k, 1, float8, true, false, memory<uint32_t>(quants_bytes(n, k, 8)), memory<uint32_t>(scales_bytes(n, 1))};
     m.max_split_k = quant_split_k(n, k, kMaxSplitK);
     const size_t words = quants_bytes(n, k, 8) / 4;
     static uint64_t seed = 1;

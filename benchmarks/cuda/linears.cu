@@ -2,7 +2,7 @@
 // takes.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/linears.cu
 //        native/cuda/kernel_choice.cpp
-//        native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32},gemv}.cu
+//        native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,prefill,mma_prefill,f32},gemv}.cu
 //        native/cuda/kernels/quantize/pack.cu -o linears
 //   linears [rows,rows... [ranks]]
 #include <cstdio>
@@ -12,20 +12,9 @@
 
 #include "chosen.h"
 #include "cuda/kernels/common/dtype16.h"
+#include "timing.h"
 
 using namespace as::cuda;
-
-static void check(cudaError_t result) {
-  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
-}
-
-template <typename T>
-static T* memory(size_t bytes) {
-  void* data = nullptr;
-  check(cudaMalloc(&data, bytes));
-  check(cudaMemset(data, 0, bytes));
-  return static_cast<T*>(data);
-}
 
 int main(int argc, char** argv) {
   struct {
@@ -59,8 +48,6 @@ int main(int argc, char** argv) {
   float* y = memory<float>((size_t)most_rows * 152064 * 4 / 8);
   uint16_t* gated = memory<uint16_t>(tiles_bytes(most_rows, 18944));
   AS_DTYPE16::fill_noise(x, tiles_bytes(most_rows, 18944), kDType16, 1, 99, queue);
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
   for (auto& shape : shapes) {
     (shape.adds ? shape.k : shape.n) /= ranks;
     const size_t bytes = tiles_bytes(shape.n, shape.k);
@@ -88,24 +75,7 @@ int main(int argc, char** argv) {
         };
         run();
         check(cudaStreamSynchronize(stream));
-        cudaGraph_t graph;
-        cudaGraphExec_t replay;
-        check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        run();
-        check(cudaStreamEndCapture(stream, &graph));
-        check(cudaGraphInstantiate(&replay, graph, 0));
-        float best = 1e9;
-        for (int i = 0; i < 3; i++) {
-          float ms;
-          check(cudaEventRecord(begin, stream));
-          check(cudaGraphLaunch(replay, stream));
-          check(cudaEventRecord(end, stream));
-          check(cudaEventSynchronize(end));
-          check(cudaEventElapsedTime(&ms, begin, end));
-          best = ms < best ? ms : best;
-        }
-        cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
-        const double us = 1e3 * best / launches;
+        const double us = 1e3 * least_ms_of_graph(stream, 3, run) / launches;
         std::printf("  %s %.1f (%.2f)", kernel.name, us, bytes / 4.44e6 / us);
       }
       std::printf("\n");

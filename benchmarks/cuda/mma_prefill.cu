@@ -2,7 +2,7 @@
 // bits (=) against gemm_dtype16.cu. The columns: mma, wgmma, the chosen tiles, then those that kChoices lists in order.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/mma_prefill.cu
 //        native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,prefill,mma_prefill},gemv}.cu
-//        native/cuda/kernels/common/stall.cu -o mma_prefill
+//        native/cuda/kernels/{common/stall,quantize/pack}.cu -o mma_prefill
 //   mma_prefill [128,256,1024]
 #include <algorithm>
 #include <cstdio>
@@ -13,20 +13,9 @@
 
 #include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
+#include "timing.h"
 
 using namespace as::cuda;
-
-static void check(cudaError_t result) {
-  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
-}
-
-template <typename T>
-static T* memory(size_t bytes) {
-  void* data = nullptr;
-  check(cudaMalloc(&data, bytes));
-  check(cudaMemset(data, 0, bytes));
-  return static_cast<T*>(data);
-}
 
 struct Shape {
   const char* name;
@@ -51,8 +40,6 @@ int main(int argc, char** argv) {
   uint16_t* gated = memory<uint16_t>(tiles_bytes(kMost, 18944));
   float* y = memory<float>((size_t)kMost * 4608 * 4);
   AS_DTYPE16::fill_noise(x, tiles_bytes(kMost, 18944), kDType16, 1, 99, queue);
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
   for (const Shape& shape : kShapes) {
     uint16_t* w = memory<uint16_t>(tiles_bytes(shape.n, shape.k));
     AS_DTYPE16::fill_noise(w, tiles_bytes(shape.n, shape.k), kDType16, 0.03f, 5, queue);
@@ -85,16 +72,9 @@ int main(int argc, char** argv) {
           verdict = which == kMma ? "" : expected == found ? "=" : " DIFFERS";
         }
         const int launches = rows > 4096 ? 3 : rows > 1024 ? 10 : 30;
-        float least = 1e9;
-        for (int i = 0; i < 3; i++) {
-          check(cudaEventRecord(begin, stream));
+        const float least = least_ms(stream, 3, [&] {
           for (int j = 0; j < launches; j++) launch(which, rows);
-          check(cudaEventRecord(end, stream));
-          check(cudaEventSynchronize(end));
-          float ms;
-          check(cudaEventElapsedTime(&ms, begin, end));
-          least = std::min(least, ms);
-        }
+        });
         const char* name = which == kMma ? "mma " : which == kWgmma ? "wgmma " : which == kChosen ? "chosen " : "";
         std::printf(" %s%.0f%s", name, 2e-9 * rows * shape.n * shape.k * launches / least, verdict);
       }

@@ -2,7 +2,8 @@
 // sizes. Also GEMM of up to eight rows with the same fused quantization.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/one_row.cu
 //        native/cuda/kernel_choice.cpp
-//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,f32,8bit*,integer},gemv},quantize/quantize_rows,norm/rows}.cu
+//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,mma_prefill,f32,8bit*,integer},
+//        gemv},quantize/quantize_rows,norm/rows}.cu
 #include <cstdio>
 #include <cstdlib>
 #include <tuple>
@@ -72,7 +73,7 @@ void few_rows() {
       for (int rows : {1, 2, 3, 5, 8}) {
         Matrix m{n, k, floats ? Kind::float8 : Kind::integers};
         const size_t words = quants_bytes(n, k, 8) / 4, all = std::max<size_t>(words, (size_t)blocks_of(n) * kBlock);
-        m.quants = {8, k, 1, floats, true, memory<uint32_t>(words * 4), memory<uint32_t>(scales_bytes(n, 1))};
+        m.quants = {8, k, 1, floats, true, false, memory<uint32_t>(words * 4), memory<uint32_t>(scales_bytes(n, 1))};
         m.max_split_k = quant_split_k(n, k, kMaxSplitK);
         fill_quants<<<ceil_div(all, 256), 256>>>(m.quants, n, k, words, seed++);
         const int width = gated ? n / 2 : n;
@@ -134,7 +135,7 @@ int main() {
           if ((from == 0 && s.k > 8192) || (odd != 0.25f && (s.n > 9000 || from > 1))) continue;
           Matrix m{n, s.k, bf16 ? Kind::dtype16 : floats ? Kind::float8 : Kind::integers};
           const int groups = group && group < s.k ? ceil_div(s.k, group) : 1;
-          m.quants = {bits, groups > 1 ? group : s.k, groups, floats, bits == 8, nullptr, nullptr};
+          m.quants = {bits, groups > 1 ? group : s.k, groups, floats, bits == 8, false, nullptr, nullptr};
           m.quants.words = memory<uint32_t>(quants_bytes(n, s.k, bits));
           m.quants.scales = memory<uint32_t>(scales_bytes(n, groups));
           m.max_split_k = quant_split_k(n, s.k, bits == 8 ? kMaxSplitK : kMaxQuantSplitK);

@@ -3,7 +3,8 @@
 // the row first; norms: the GEMM kernel norms it.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/quantized.cu
 //        native/cuda/kernel_choice.cpp -o quantized
-//        native/cuda/kernels/{gemm/{gemm_{quantized*,dtype16,split_k,stream_k,prefill,f32},gemv*},norm/rows}.cu
+//        native/cuda/kernels/{gemm/{gemm_{quantized*,dtype16,split_k,stream_k,prefill,mma_prefill,f32},
+//        gemv*},norm/rows}.cu
 //   quantized [check] [by=stream|mma] [norm|norms] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64]
 //   [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
@@ -14,20 +15,9 @@
 
 #include "chosen.h"
 #include "cuda/kernels/quantize/quantized.cuh"
+#include "timing.h"
 
 using namespace as::cuda;
-
-static void check(cudaError_t result) {
-  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
-}
-
-template <typename T>
-static T* memory(size_t bytes) {
-  void* data = nullptr;
-  check(cudaMalloc(&data, bytes));
-  check(cudaMemset(data, 0, bytes));
-  return static_cast<T*>(data);
-}
 
 static __device__ uint32_t noise(uint64_t i) {
   i = (i + 1) * 0x9E3779B97F4A7C15ull, i ^= i >> 29, i *= 0xBF58476D1CE4E5B9ull, i ^= i >> 32;
@@ -104,8 +94,6 @@ int main(int argc, char** argv) {
   check(cudaDeviceSynchronize());
   float *y = memory<float>(kResult), *expected = memory<float>(kResult);
   auto* found = memory<unsigned long long>(8);
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
   const auto blocks = [](size_t count) { return dim3(ceil_div(count, 256)); };
   for (const std::string& form : split(forms))
     for (const std::string& name : split(asked))
@@ -179,24 +167,7 @@ int main(int argc, char** argv) {
           };
           run();
           check(cudaStreamSynchronize(stream));
-          cudaGraph_t graph;
-          cudaGraphExec_t replay;
-          check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-          run();
-          check(cudaStreamEndCapture(stream, &graph));
-          check(cudaGraphInstantiate(&replay, graph, 0));
-          float best = 1e9;
-          for (int i = 0; i < 5; i++) {
-            float ms;
-            check(cudaEventRecord(begin, stream));
-            check(cudaGraphLaunch(replay, stream));
-            check(cudaEventRecord(end, stream));
-            check(cudaEventSynchronize(end));
-            check(cudaEventElapsedTime(&ms, begin, end));
-            best = ms < best ? ms : best;
-          }
-          cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
-          const double us = 1e3 * best / launches;
+          const double us = 1e3 * least_ms_of_graph(stream, 5, run) / launches;
           std::printf("  %d: %.1f (%.2f)", rows, us, bytes / 4.44e6 / us);
         }
         std::printf("\n");

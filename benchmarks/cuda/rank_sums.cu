@@ -3,8 +3,9 @@
 // by the sum's kernel, pushed by it, or pushed by the GEMM. All must give the same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/rank_sums.cu
 //        native/cuda/kernel_choice.cpp
-//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill},gemv},quantize/pack,comm/sum_ranks}.cu -o
-//        rank_sums
+//        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,mma_prefill},gemv},quantize/pack,
+//        comm/sum_ranks}.cu
+//        -o rank_sums
 //   rank_sums [rows,rows...]
 #include <cmath>
 #include <cstdio>
@@ -15,21 +16,9 @@
 
 #include "chosen.h"
 #include "cuda/kernels/common/dtype16.h"
+#include "timing.h"
 
 using namespace as::cuda;
-
-static void check(cudaError_t result) {
-  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
-}
-
-template <typename T>
-static T* memory(size_t bytes, int byte = 0) {
-  void* data = nullptr;
-  check(cudaMalloc(&data, bytes));
-  check(cudaMemset(data, byte, bytes));
-  check(cudaDeviceSynchronize());
-  return static_cast<T*>(data);
-}
 
 __global__ void next_step(int* step) { ++*step; }
 

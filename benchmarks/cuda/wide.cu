@@ -2,7 +2,7 @@
 // and speed at the shapes of Qwen2.5-7B and, with `small`, 0.5B.
 // `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: all matrices, or
 // these. nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
-//   ../../../native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k},gemv}.cu -o wide
+//   ../../../native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,mma_prefill},gemv}.cu -o wide
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
