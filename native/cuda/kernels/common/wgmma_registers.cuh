@@ -76,21 +76,27 @@ AS_TILE(224, 112, 112, 113, 114)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// The same for signed 8-bit activations and unsigned quantized values, with both operands in shared memory.
+// The same for integers: signed 8-bit activations and unsigned quantized values, with both operands in shared memory.
+// In QuantTile the quantized values are the first operand.
 template <int N>
 struct IntegerTile;
-#define AS_TILE(n, count, a, b, adds)                                                                           \
-  template <>                                                                                                   \
-  struct IntegerTile<n> {                                                                                       \
-    static __device__ void multiply(int (&d)[count], uint64_t left, uint64_t right, int keeps) {                \
-      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                    \
-                   ", 0;\n"                                                                                     \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.u8 {" AS_NAMES_##count "}, %" #a ", %" #b \
-                                                                                             ", p; }"           \
-                   : AS_INTEGERS_##count                                                                        \
-                   : "l"(left), "l"(right), "r"(keeps));                                                        \
-    }                                                                                                           \
+template <int N>
+struct QuantTile;
+#define AS_TILE(tile, types, n, count, a, b, adds)                                                                  \
+  template <>                                                                                                       \
+  struct tile<n> {                                                                                                  \
+    static __device__ void multiply(int (&d)[count], uint64_t left, uint64_t right, int keeps) {                    \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                        \
+                   ", 0;\n"                                                                                         \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32." types " {" AS_NAMES_##count "}, %" #a ", %" #b \
+                                                                                                 ", p; }"           \
+                   : AS_INTEGERS_##count                                                                            \
+                   : "l"(left), "l"(right), "r"(keeps));                                                            \
+    }                                                                                                               \
   };
+#define AS_INTEGERS_4 AS_OPERANDS_4("+r")
+#define AS_INTEGERS_8 AS_OPERANDS_8("+r")
+#define AS_INTEGERS_16 AS_OPERANDS_16("+r")
 #define AS_INTEGERS_32 AS_OPERANDS_32("+r")
 #define AS_INTEGERS_64 AS_OPERANDS_64("+r")
 #define AS_EIGHT_INTEGERS(i) AS_FOUR("+r", i), AS_FOUR("+r", i + 4)
@@ -98,33 +104,16 @@ struct IntegerTile;
 #define AS_INTEGERS_96 AS_INTEGERS_72, AS_EIGHT_INTEGERS(72), AS_EIGHT_INTEGERS(80), AS_EIGHT_INTEGERS(88)
 #define AS_INTEGERS_112 AS_INTEGERS_96, AS_EIGHT_INTEGERS(96), AS_EIGHT_INTEGERS(104)
 #define AS_INTEGERS_128 AS_INTEGERS_112, AS_EIGHT_INTEGERS(112), AS_EIGHT_INTEGERS(120)
-AS_TILE(128, 64, 64, 65, 66)
-AS_TILE(144, 72, 72, 73, 74)
-AS_TILE(192, 96, 96, 97, 98)
-AS_TILE(224, 112, 112, 113, 114)
-AS_TILE(256, 128, 128, 129, 130)
-#undef AS_TILE
-
-// The same with the quantized values as the first operand, and activations as the second one.
-template <int N>
-struct QuantTile;
-#define AS_TILE(n, count, a, b, adds)                                                                           \
-  template <>                                                                                                   \
-  struct QuantTile<n> {                                                                                         \
-    static __device__ void multiply(int (&d)[count], uint64_t left, uint64_t right, int keeps) {                \
-      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                    \
-                   ", 0;\n"                                                                                     \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.u8.s8 {" AS_NAMES_##count "}, %" #a ", %" #b \
-                                                                                             ", p; }"           \
-                   : AS_OPERANDS_##count("+r")                                                                  \
-                   : "l"(left), "l"(right), "r"(keeps));                                                        \
-    }                                                                                                           \
-  };
-AS_TILE(8, 4, 4, 5, 6)
-AS_TILE(16, 8, 8, 9, 10)
-AS_TILE(32, 16, 16, 17, 18)
-AS_TILE(64, 32, 32, 33, 34)
-AS_TILE(128, 64, 64, 65, 66)
+AS_TILE(IntegerTile, "s8.u8", 128, 64, 64, 65, 66)
+AS_TILE(IntegerTile, "s8.u8", 144, 72, 72, 73, 74)
+AS_TILE(IntegerTile, "s8.u8", 192, 96, 96, 97, 98)
+AS_TILE(IntegerTile, "s8.u8", 224, 112, 112, 113, 114)
+AS_TILE(IntegerTile, "s8.u8", 256, 128, 128, 129, 130)
+AS_TILE(QuantTile, "u8.s8", 8, 4, 4, 5, 6)
+AS_TILE(QuantTile, "u8.s8", 16, 8, 8, 9, 10)
+AS_TILE(QuantTile, "u8.s8", 32, 16, 16, 17, 18)
+AS_TILE(QuantTile, "u8.s8", 64, 32, 32, 33, 34)
+AS_TILE(QuantTile, "u8.s8", 128, 64, 64, 65, 66)
 #undef AS_TILE
 
 // Descriptor of rows of blocks of bytes (gemm_integer.h): 64-byte swizzle, 512 bytes from eight rows to the next.
