@@ -11,7 +11,7 @@
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
 #include "cuda/kernels/gemm/gemm_integer.h"
-#include "cuda/kernels/moe/gemm_experts.cuh"
+#include "cuda/kernels/moe/copy_stages.cuh"
 
 namespace as::cuda {
 namespace {
@@ -63,15 +63,22 @@ __device__ void multiply(int (&d)[kRows / 2], uint32_t weights, uint32_t rows, i
 class OfRows {
  public:
   __device__ explicit OfRows(uint32_t set) : at_(set + threadIdx.x % 4 * 8) {}
-  // Values of the rows of sums i and i + 1; i is a multiple of 4.
-  __device__ float2 operator[](int i) const {
+  // The value of the row of sum i.
+  __device__ float operator[](int i) const {
     const uint2 two = load_8(at_ + i / 4 * 32);
-    return make_float2(__uint_as_float(two.x), __uint_as_float(two.y));
+    return __uint_as_float(i % 2 ? two.y : two.x);
   }
 
  private:
   const uint32_t at_;
 };
+
+// Quantized values are unsigned: 128 more than the integers that they stand for. sums: of the rows' activations.
+template <int kValues>
+__device__ __forceinline__ void make_signed(int (&d)[kValues], OfRows sums) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) d[i] -= 128 * (int)sums[i];
+}
 
 // Adds sums d of a group or segment to totals. of_weights: the scales of a thread's two rows of weights.
 template <int kValues, typename Sum>
@@ -79,11 +86,9 @@ __device__ __forceinline__ void add_scaled(const Sum (&d)[kValues], uint2 of_wei
                                            float (&totals)[kValues]) {
 #pragma unroll
   for (int i = 0; i < kValues; i++) {
-    const float2 two = of_rows[i / 4 * 4];
-    const float of_row = i % 2 ? two.y : two.x;
     const uint32_t of_weight = i % 4 / 2 ? of_weights.y : of_weights.x;
-    if constexpr (std::is_same_v<Sum, float>) add_group(totals[i], __uint_as_float(of_weight), of_row, d[i]);
-    else add_segment(totals[i], of_weight, d[i], of_row);
+    if constexpr (std::is_same_v<Sum, float>) add_group(totals[i], __uint_as_float(of_weight), of_rows[i], d[i]);
+    else add_segment(totals[i], of_weight, d[i], of_rows[i]);
   }
 }
 #endif
@@ -113,7 +118,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int items = __ldcg(r.tile_count) * columns, column_blocks = blocks_of(p.w.n), groups = p.w.quants.groups;
   const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128,
             stages_of_k = (blocks + S::kDepth - 1) / S::kDepth;
-  Pipeline<kStages> ring;
   if (group < 0) {
     if constexpr (S::kTrades) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     constexpr int kAround = S::kAround, kSetBytes = S::kSetBytes;
@@ -121,13 +125,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const char* x = reinterpret_cast<const char*>(p.bytes.values) + (size_t)(chunk / 4) * kByteBlock;
     const char *words = reinterpret_cast<const char*>(p.w.quants.words),
                *scales = reinterpret_cast<const char*>(p.w.quants.scales);
-    Pipeline<kStages> told;
-    int untold = 0;
-    const auto tell = [&] {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads the copies by the async proxy
-      barrier_arrive(&full[told.stage]);
-      told.next();
-    };
     // Copies the weights of stage number b of an item to a stage.
     const auto ask = [&](const ExpertTile& tile, int item, int b, int stage) {
       const int i = thread / 32, block = item % columns * kGroups + i;
@@ -150,67 +147,53 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                   scales + expert + ((size_t)block * groups + set) * kSetBytes, kSetBytes, &full[stage]);
       }
     };
-    int asked = 0;  // stages whose weights are already on their way
-    if (e.follows) {
-      if ((int)blockIdx.x < items) {
-        const ExpertTile tile = tile_at(r, blockIdx.x / columns);
-        for (; asked < min(kStages, stages_of_k); asked++) ask(tile, blockIdx.x, asked, asked);
-      }
-      await_previous();
-    }
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const ExpertTile tile = tile_at(r, item / columns);
+    struct Places {
+      int offsets[S::kCopies];  // of chunks in x; -1: there is no such row
+      int own;                  // the row whose values this thread copies
+    };
+    const auto rows_of = [&](const ExpertTile& tile) {
       const auto row_at = [&](int slot) {  // -1: there is no such row
         if (slot >= tile.count) return -1;
         return e.gathers ? __ldcg(r.row_of + tile.first + slot) : tile.first + slot;
       };
-      int rows[S::kCopies];  // offsets of chunks in x; -1: there is no such row
+      Places rows;
 #pragma unroll
       for (int i = 0; i < S::kCopies; i++) {
         const int row = row_at(thread / S::kChunks + i * kAround);
-        rows[i] = row < 0 ? -1 : row / kBlock * blocks * kByteBlock + byte_chunk(row % kBlock, chunk % 4);
+        rows.offsets[i] = row < 0 ? -1 : row / kBlock * blocks * kByteBlock + byte_chunk(row % kBlock, chunk % 4);
       }
-      const int own = thread < kRows ? row_at(thread) : -1;
-      for (int b = 0; b < stages_of_k; b++, ring.next()) {
-        barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-        const uint32_t to = stages + ring.stage * S::kStageBytes;
-        if (asked > 0) asked--;
-        else ask(tile, item, b, ring.stage);
-        const bool there = b * S::kDepth + chunk / 4 < blocks;
+      rows.own = thread < kRows ? row_at(thread) : -1;
+      return rows;
+    };
+    const auto copy = [&](const Places& rows, int b, int stage) {
+      const uint32_t to = stages + stage * S::kStageBytes;
+      const bool there = b * S::kDepth + chunk / 4 < blocks;
 #pragma unroll
-        for (int i = 0; i < S::kCopies; i++) {
-          const int row = thread / S::kChunks + i * kAround;
-          if (kRows % kAround == 0 || row < kRows)
-            copy_16(to + S::kRowsAt + chunk / 4 * S::kRowsBytes + byte_chunk(row, chunk % 4),
-                    x + (there ? max(rows[i], 0) + (size_t)b * S::kDepth * kByteBlock : 0), there && rows[i] >= 0);
-        }
-        if (thread < kRows) {
-          const uint32_t values = to + S::kValuesAt + thread * 4;
-          const bool last = b == stages_of_k - 1;
-          const auto bring = [&](int set, const float* from) {
-            copy_4(values + set * kRows * 4, from + max(own, 0), own >= 0);
-          };
-          if constexpr (S::kScaled) {
-            for (int j = 0; j < S::kSets; j++)
-              bring(j, p.bytes.sums + (size_t)segments.end(min(b * S::kDepth + j, blocks - 1)) * stride);
-          } else if (last && !S::kFloats) {
-            bring(0, p.bytes.sums + (size_t)(blocks - 1) * stride);
-          }
-          if (last && S::kForm != Form::float_groups) bring(S::kOfRows - 1, p.bytes.scales);
-        }
-        commit_copies();
-        if (untold < S::kLag) {
-          untold++;
-        } else {
-          wait_copies<S::kLag>();
-          tell();
-        }
+      for (int i = 0; i < S::kCopies; i++) {
+        const int row = thread / S::kChunks + i * kAround;
+        if (kRows % kAround == 0 || row < kRows)
+          copy_16(to + S::kRowsAt + chunk / 4 * S::kRowsBytes + byte_chunk(row, chunk % 4),
+                  x + (there ? max(rows.offsets[i], 0) + (size_t)b * S::kDepth * kByteBlock : 0),
+                  there && rows.offsets[i] >= 0);
       }
-    }
-    wait_copies<0>();
-    while (untold-- > 0) tell();
+      if (thread >= kRows) return;
+      const uint32_t values = to + S::kValuesAt + thread * 4;
+      const bool last = b == stages_of_k - 1;
+      const auto bring = [&](int set, const float* from) {
+        copy_4(values + set * kRows * 4, from + max(rows.own, 0), rows.own >= 0);
+      };
+      if constexpr (S::kScaled) {
+        for (int j = 0; j < S::kSets; j++)
+          bring(j, p.bytes.sums + (size_t)segments.end(min(b * S::kDepth + j, blocks - 1)) * stride);
+      } else if (last && !S::kFloats) {
+        bring(0, p.bytes.sums + (size_t)(blocks - 1) * stride);
+      }
+      if (last && S::kForm != Form::float_groups) bring(S::kOfRows - 1, p.bytes.scales);
+    };
+    copy_stages<S>(full, empty, r, items, columns, stages_of_k, e.follows, ask, rows_of, copy);
   } else {
     if constexpr (S::kTrades) asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
+    Pipeline<kStages> ring;
     typename S::Sum d[kValues];
     float totals[kValues];
     // Scales of a thread's two rows of weights are adjacent.
@@ -264,17 +247,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             adds = at != segment_end;
             if (adds || at >= blocks) continue;
             segment_end = segments.end(at + 1);
-            // Quantized values are unsigned: 128 more than the integers that they stand for.
             const OfRows sums = rows_of(j);
-#pragma unroll
-            for (int i = 0; i < kValues; i++) d[i] -= 128 * (int)(i % 2 ? sums[i / 4 * 4].y : sums[i / 4 * 4].x);
+            make_signed(d, sums);
             add_scaled(d, scales_of(j), sums, totals);
           }
           if (b + 1 == stages_of_k) {
             const OfRows scales = rows_of(S::kOfRows - 1);
 #pragma unroll
-            for (int i = 0; i < kValues; i++)
-              totals[i] = __fmul_rn(totals[i], i % 2 ? scales[i / 4 * 4].y : scales[i / 4 * 4].x);
+            for (int i = 0; i < kValues; i++) totals[i] = __fmul_rn(totals[i], scales[i]);
           }
           release(ring.stage);
         } else {
@@ -292,15 +272,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const uint32_t values = stages + last * S::kStageBytes + S::kValuesAt;
         const OfRows scales(values + (S::kOfRows - 1) * kRows * 4), sums(values);
         if constexpr (!S::kFloats) {
-#pragma unroll
-          for (int i = 0; i < kValues; i++) d[i] -= 128 * (int)(i % 2 ? sums[i / 4 * 4].y : sums[i / 4 * 4].x);
+          make_signed(d, sums);
           add_scaled(d, of_weights, sums, totals);
         }
 #pragma unroll
         for (int i = 0; i < kValues; i++) {
           if constexpr (S::kFloats)
             totals[i] = __fmul_rn(d[i], __uint_as_float(i % 4 / 2 ? of_weights.y : of_weights.x));
-          totals[i] = __fmul_rn(totals[i], i % 2 ? scales[i / 4 * 4].y : scales[i / 4 * 4].x);
+          totals[i] = __fmul_rn(totals[i], scales[i]);
         }
         release(last);
       }

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "cuda/kernels/common/wgmma_registers.cuh"
-#include "cuda/kernels/moe/gemm_experts.cuh"
+#include "cuda/kernels/moe/copy_stages.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -113,20 +113,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int items = __ldcg(r.tile_count) * columns, column_blocks = blocks_of(p.w.n);
   const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128,
             stages_of_k = (blocks + S::kDepth - 1) / S::kDepth;
-  Pipeline<kStages> ring;
   if (group < 0) {
     constexpr int kAround = S::kAround;
     const char* x = reinterpret_cast<const char*>(p.x.tiles);
     const char* matrices =
         S::kMx ? reinterpret_cast<const char*>(p.w.quants.words) : reinterpret_cast<const char*>(p.w.tiles);
     const int chunk = thread % 8;
-    Pipeline<kStages> told;
-    int untold = 0;
-    const auto tell = [&] {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads the copies by the async proxy
-      barrier_arrive(&full[told.stage]);
-      told.next();
-    };
     // Copies the weights of stage number b of an item to a stage.
     const auto ask = [&](const ExpertTile& tile, int item, int b, int stage) {
       const int i = thread / 32, block = item % columns * kGroups + i;
@@ -138,43 +130,29 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                   matrices + (((size_t)tile.expert * column_blocks + block) * blocks + b * S::kDepth) * S::kWeightBlock,
                   bytes, &full[stage]);
     };
-    int asked = 0;  // stages whose weights are already on their way
-    if (early) {
-      if ((int)blockIdx.x < items) {
-        const ExpertTile tile = tile_at(r, blockIdx.x / columns);
-        for (; asked < min(kStages, stages_of_k); asked++) ask(tile, blockIdx.x, asked, asked);
-      }
-      await_previous();
-    }
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const ExpertTile tile = tile_at(r, item / columns);
-      int rows[S::kPlaces];  // offsets into x; -1: there is no such row
+    struct Places {
+      int offsets[S::kPlaces];  // into x; -1: there is no such row
+    };
+    const auto rows_of = [&](const ExpertTile& tile) {
+      Places rows;
 #pragma unroll
       for (int i = 0; i < S::kPlaces; i++)
-        rows[i] = row_offset(e, tile, (thread / 8 + i * kAround) % kRows, chunk, blocks);
-      for (int b = 0; b < stages_of_k; b++, ring.next()) {
-        barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-        const uint32_t to = stages + ring.stage * S::kStageBytes + S::kRowsAt;
-        if (asked > 0) asked--;
-        else ask(tile, item, b, ring.stage);
+        rows.offsets[i] = row_offset(e, tile, (thread / 8 + i * kAround) % kRows, chunk, blocks);
+      return rows;
+    };
+    const auto copy = [&](const Places& rows, int b, int stage) {
+      const uint32_t to = stages + stage * S::kStageBytes + S::kRowsAt;
 #pragma unroll
-        for (int i = 0; i < S::kCopies; i++) {
-          const int row = thread / 8 + i * kAround, block = b * S::kDepth + row / kRows, from = rows[i % S::kPlaces];
-          copy_16(to + row / kRows * S::kRowsBytes + chunk_offset(row % kRows, chunk),
-                  x + max(from, 0) + (size_t)min(block, blocks - 1) * kBlockBytes, from >= 0 && block < blocks);
-        }
-        commit_copies();
-        if (untold < S::kLag) {
-          untold++;
-        } else {
-          wait_copies<S::kLag>();
-          tell();
-        }
+      for (int i = 0; i < S::kCopies; i++) {
+        const int row = thread / 8 + i * kAround, block = b * S::kDepth + row / kRows,
+                  from = rows.offsets[i % S::kPlaces];
+        copy_16(to + row / kRows * S::kRowsBytes + chunk_offset(row % kRows, chunk),
+                x + max(from, 0) + (size_t)min(block, blocks - 1) * kBlockBytes, from >= 0 && block < blocks);
       }
-    }
-    wait_copies<0>();
-    while (untold-- > 0) tell();
+    };
+    copy_stages<S>(full, empty, r, items, columns, stages_of_k, early, ask, rows_of, copy);
   } else {
+    Pipeline<kStages> ring;
     float d[kRows / 2];
     const std::conditional_t<S::kFew, FewRows<S>, int> few(group);
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
