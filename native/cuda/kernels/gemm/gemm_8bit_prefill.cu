@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/kernels/common/cluster.cuh"
 #include "cuda/kernels/gemm/gemm_8bit_prefill.cuh"
 
 namespace as::cuda {
@@ -341,19 +342,8 @@ struct Kernel {
   static int clusters(int k_parts) {
     static int counts[kMaxSplitK + 1] = {};
     int& count = counts[k_parts];
-    if (count) return count;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = S::kSharers * k_parts, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(S::kSharers * k_parts), config.blockDim = dim3(kThreads),
-    config.dynamicSmemBytes = S::kShared;
-    config.attrs = &attribute, config.numAttrs = 1;
-    int found = 0;
-    constexpr auto kFunction = gemm_prefill_kernel<S, false>;
-    allow_shared(kFunction, S::kShared);
-    if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
-    return count = found > 0 ? found : std::max(1, sm_count() / (S::kSharers * k_parts));
+    if (!count) count = clusters_at_once(gemm_prefill_kernel<S, false>, S::kSharers * k_parts, kThreads, S::kShared);
+    return count;
   }
   static int k_parts_of(const Matrix& w) { return S::kBeside ? SplitK(w.k, w.max_split_k).count : 1; }
   // Plans which clusters compute which tiles, and returns the estimated nanoseconds. nanoseconds: of one step. If the

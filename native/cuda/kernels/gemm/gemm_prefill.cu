@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "cuda/kernels/by_dtype16.h"
+#include "cuda/kernels/common/cluster.cuh"
 #include "cuda/kernels/gemm/epilogue_rows.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/tile_scheduler.cuh"
@@ -312,20 +313,7 @@ template <typename S>
 struct Kernel {
   // How many clusters run at once.
   static int clusters() {
-    static const int count = [] {
-      constexpr auto kFunction = gemm_prefill_kernel<S, false>;
-      cudaLaunchAttribute attribute;
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = S::kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-      cudaLaunchConfig_t config = {};
-      config.gridDim = dim3(S::kCluster), config.blockDim = dim3(kThreads);
-      config.dynamicSmemBytes = S::kShared;
-      config.attrs = &attribute, config.numAttrs = 1;
-      int found = 0;
-      allow_shared(kFunction, S::kShared);
-      if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
-      return found > 0 ? found : sm_count() / S::kCluster;
-    }();
+    static const int count = clusters_at_once(gemm_prefill_kernel<S, false>, S::kCluster, kThreads, S::kShared);
     return count;
   }
   // Plans which clusters compute which tiles, and returns the estimated nanoseconds. nanoseconds: of one block of K. If
