@@ -394,7 +394,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.def(
       "latent_span_bytes",
       [](int size, int latent_dim, int rope_dim, const std::string& dtype) {
-        return latent_span_bytes(size, latent_dim + rope_dim, cache_type_of(dtype));
+        return latent_span_bytes(size, latent_dim, rope_dim, cache_type_of(dtype));
       },
       py::arg("span_size"), py::arg("latent_dim"), py::arg("rope_dim"), py::arg("dtype"), "As the CPU backend's.");
   m.def(

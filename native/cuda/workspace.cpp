@@ -47,9 +47,9 @@ size_t span_bytes(int span_size, int head_dim, CacheType type) {
   return one.span_bytes();
 }
 
-size_t latent_span_bytes(int span_size, int width, CacheType type) {
-  LayerCache one{nullptr, type, span_size, 1, width - 1, (width + 7) / 8 * 8};
-  one.rope_dim = 1;
+size_t latent_span_bytes(int span_size, int latent_dim, int rope_dim, CacheType type) {
+  LayerCache one{nullptr, type, span_size, 1, latent_dim, (latent_dim + rope_dim + 7) / 8 * 8};
+  one.rope_dim = rope_dim;
   return one.span_bytes();
 }
 

@@ -37,8 +37,8 @@ constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row
 
 // Bytes of a span of the cache, for one layer and KV head.
 size_t span_bytes(int span_size, int head_dim, CacheType type);
-// Bytes of a span of a latent cache, for one layer. width: features of a row.
-size_t latent_span_bytes(int span_size, int width, CacheType type);
+// Bytes of a span of a latent cache, for one layer.
+size_t latent_span_bytes(int span_size, int latent_dim, int rope_dim, CacheType type);
 
 // This rank's query heads of a latent_attention op.
 int latent_heads(const Program& program, const OpNode& op);
