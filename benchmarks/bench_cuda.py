@@ -68,8 +68,11 @@ def window_of(rank: int, ranks: int, path: str):
 
 class Model:
     def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, rank: int, ranks: int, path: str,
-                 form: str, cache: str, max_outputs: int, short_chunks: str):
-        """form: of weights, with a group size behind a colon."""
+                 form: str, cache: str, max_outputs: int | None = None, short_chunks: str = "fastest"):
+        """form: of weights, with a group size behind a colon. max_outputs: rows of logits a step; by default, a row a
+        slot.
+        """
+        max_outputs = max_outputs or max_slots
         self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
         self.ranks, whole = ranks, vocab
         heads, kv, inner, vocab = heads // ranks, kv // ranks, inner // ranks, vocab // ranks // 256 * 256
