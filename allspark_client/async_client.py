@@ -85,6 +85,7 @@ class AsyncClientEngine:
     unload_lora = _in_thread(ClientEngine.unload_lora)
     unload_device_mem = _in_thread(ClientEngine.unload_device_mem)
     load_device_mem = _in_thread(ClientEngine.load_device_mem)
+    reset_prefix_cache = _in_thread(ClientEngine.reset_prefix_cache)
 
     # --- requests ------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ class ChatOptions:
     chat_format: str = ""
     #: whether the answer continues the last message, which is the assistant's
     continue_final_message: bool = False
+    #: a Jinja template in place of the model's, if the model takes templates of requests; empty: the model's
+    chat_template: str = ""
 
     @property
     def forced(self) -> bool:
@@ -52,8 +54,9 @@ class ChatOptions:
         for name in ("parallel_tool_calls", "continue_final_message"):
             if not isinstance(getattr(self, name), bool):
                 raise wrong_type(name, getattr(self, name), "a bool")
-        if not isinstance(self.chat_format, str):
-            raise wrong_type("chat_format", self.chat_format, "a str")
+        for name in ("chat_format", "chat_template"):
+            if not isinstance(getattr(self, name), str):
+                raise wrong_type(name, getattr(self, name), "a str")
         kwargs = self.chat_template_kwargs
         if not isinstance(kwargs, dict) or not all(isinstance(key, str) for key in kwargs):
             raise wrong_type("chat_template_kwargs", kwargs, "a dict with str for keys")

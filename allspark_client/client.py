@@ -103,7 +103,7 @@ class ClientEngine(AbstractEngine):
         Paths that exist on this machine are made absolute, since servers have another working directory.
         """
         config = copy.copy(check_config(config))
-        for name in ("model_path", "weights_path", "draft_model"):
+        for name in ("model_path", "weights_path", "draft_model", "chat_template"):
             setattr(config, name, _absolute_path(getattr(config, name)))
         config.lora_names = [absolute_lora(lora) for lora in config.lora_names]
         request = pb.InstallModelRequest(config=convert.model_config_to_pb(config))
@@ -368,6 +368,10 @@ class ClientEngine(AbstractEngine):
     def load_device_mem(self, model_name: str) -> AsStatus:
         """As AbstractEngine.load_device_mem, on every member of a pool."""
         return self._pool.call_all("LoadDeviceMem", _model_request(model_name))
+
+    def reset_prefix_cache(self, model_name: str) -> AsStatus:
+        """As AbstractEngine.reset_prefix_cache, on every member of a pool."""
+        return self._pool.call_all("ResetPrefixCache", _model_request(model_name))
 
     # --- end -----------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,10 @@ class AsModelConfig(Checked):
     speculation: str = choice_field("off", ("off", "prompt_lookup", "draft", "mtp"))
     #: the checkpoint of the draft model, with speculation="draft"
     draft_model: str = path_field("")
+    #: a file with the Jinja template of chats; empty: the checkpoint's
+    chat_template: str = path_field("")
+    #: whether requests may bring a chat template of their own. It is rendered in a sandbox, with limits
+    trust_request_chat_template: bool = bool_field(False)
 
     NEUTRAL = {
         "enable_sparsity_matmul": ((False,), "sparse matrices are not offered"),

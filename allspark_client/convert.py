@@ -197,6 +197,7 @@ def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
             if getattr(options, name):
                 setattr(message.chat_options, f"{name}_json", json.dumps(getattr(options, name)))
         message.chat_options.chat_format = options.chat_format
+        message.chat_options.chat_template = options.chat_template
         message.chat_options.parallel_tool_calls = options.parallel_tool_calls
         message.chat_options.continue_final_message = options.continue_final_message
     return message
@@ -209,7 +210,8 @@ def _chat_message_to_pb(message: dict[str, Any]) -> pb.ChatMessage:
 
 
 def _chat_options_from_pb(message: pb.ChatOptions) -> ChatOptions:
-    options = ChatOptions(chat_format=message.chat_format, continue_final_message=message.continue_final_message)
+    options = ChatOptions(chat_format=message.chat_format, continue_final_message=message.continue_final_message,
+                          chat_template=message.chat_template)
     for name in ("tools", "tool_choice", "chat_template_kwargs"):
         if text := getattr(message, f"{name}_json"):
             setattr(options, name, _from_json(name, text))

@@ -87,8 +87,8 @@ class AbstractEngine(ABC):
                 - {"text": str}, which the engine tokenizes,
                 - {"messages": [{"role": …, "content": …}, …]}: a chat in OpenAI's form, with content parts and tool
                   calls, which the checkpoint's chat template renders. The dict may also have the fields of ChatOptions:
-                  "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs" and "chat_format". The package
-                  allspark_server.chat takes tool calls and reasoning out of the answer's text.
+                  "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template" and
+                  "chat_format". The package allspark_server.chat takes tool calls and reasoning out of an answer.
             generate_config: how to generate; None: GenerateConfig's defaults.
             want_text: whether elements carry text besides token ids; None: only if the prompt is not ids.
 
@@ -268,6 +268,13 @@ class AbstractEngine(ABC):
     @abstractmethod
     def load_device_mem(self, model_name: str) -> AsStatus:
         """Undo unload_device_mem: the model can be started again. Raises AllSparkError if too little memory is free."""
+
+    @abstractmethod
+    def reset_prefix_cache(self, model_name: str) -> AsStatus:
+        """Forget the cached prefixes that no request uses, in memory and in the host cache.
+
+        Outputs do not depend on it: benchmarks call it between runs.
+        """
 
     # --- end -----------------------------------------------------------------------------------------------------
 

@@ -277,6 +277,8 @@ class ModelInfo:
     embeddings: bool = False            #: whether requests may set pooling
     max_characters: int = 0             #: longer texts are certainly too long for max_length; 0: not known
     chat_format: str = ""               #: how answers spell tool calls and reasoning, see allspark_server.chat
+    #: whether the chat template has tools of a form that is not known, so that calls are perhaps not recognized
+    chat_format_guessed: bool = False
     reasoning: bool = False             #: whether requests may limit reasoning (thinking_token_budget)
     #: values of GenerateConfig that the checkpoint's generation_config.json recommends. The HTTP server applies them;
     #: engines do not

@@ -433,7 +433,7 @@ def _denied(why: str) -> AllSparkError:
 
 
 def _paths(config: AsModelConfig) -> Iterator[tuple[str, str]]:
-    for name in ("model_path", "weights_path", "draft_model", "host_cache_dir"):
+    for name in ("model_path", "weights_path", "draft_model", "host_cache_dir", "chat_template"):
         if path := os.fspath(getattr(config, name)):
             yield name, path
 

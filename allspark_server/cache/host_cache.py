@@ -132,6 +132,15 @@ class HostCache:
         self._unsaved.clear()
         self._span_of.clear()
 
+    def reset(self) -> None:
+        """Forgets all spans but those that the planned copies use."""
+        for key, host in list(self._host_of.items()):
+            if host not in self._busy:
+                del self._host_of[key]
+                self._free.append(host)
+        self._unsaved.clear()
+        self._span_of.clear()
+
     def _save_evicted(self, span: int) -> None:
         key = self._unsaved.pop(span, None)
         if key is not None:

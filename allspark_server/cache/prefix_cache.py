@@ -106,6 +106,14 @@ class PrefixCache:
         if self.host_cache is not None:
             self.host_cache.cache_is_lost()
 
+    def reset(self) -> None:
+        """Forgets the spans that no sequence uses, in memory and in the host cache, so that prompts are computed."""
+        host_cache, self.host_cache = self.host_cache, None     # what is evicted now is not saved
+        self._pool.evict_older_than(float("inf"))
+        self.host_cache = host_cache
+        if host_cache is not None:
+            host_cache.reset()
+
     def _known(self, key: bytes, restored: bool) -> bool:
         return key in self._span_of or (restored and self.host_cache is not None and key in self.host_cache)
 

@@ -16,7 +16,7 @@ special tokens that mark calls.
 
 from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 from .format import FORMATS, ChatFormat, ReasoningMarks, chat_format
-from .formats import chat_format_of
+from .formats import chat_format_of, has_unknown_calls
 
 __all__ = ["FORMATS", "ChatFormat", "Content", "Event", "Reasoning", "ReasoningMarks", "ToolCallArguments",
-           "ToolCallBegin", "chat_format", "chat_format_of"]
+           "ToolCallBegin", "chat_format", "chat_format_of", "has_unknown_calls"]

@@ -256,6 +256,8 @@ def render(templates: ChatTemplates, messages: Sequence[Message], options: ChatO
     """The prompt's text. ValueError from the template, or if there is none."""
     tools = [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
              for tool in options.offered]
+    if options.chat_template:
+        templates = templates.replaced_by(options.chat_template)
     variables = {**options.chat_template_kwargs, "tools": tools or None}
     if "enable_thinking" in variables:
         variables.setdefault("thinking", variables["enable_thinking"])  # DeepSeek's and Kimi's name

@@ -29,16 +29,24 @@ _SEARCHED = ("harmony", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_cod
              "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite", "phi4_mini", "pythonic", "hermes", "llama3")
 
 
+def has_unknown_calls(templates: Mapping[str, str]) -> bool:
+    """Whether a checkpoint's templates have tool calls of a form that is not known."""
+    return _recognized(templates) is None and any("tool_calls" in template for template in templates.values())
+
+
+def _recognized(templates: Mapping[str, str]) -> str | None:
+    return next((name for name in _SEARCHED if any(map(FORMATS[name].recognizes, templates.values()))), None)
+
+
 def chat_format_of(templates: Mapping[str, str], architecture: str) -> str:
     """The name of the format that a checkpoint's templates use; if none is recognized, its architecture's. A template
     with tools of another format is logged.
     """
-    for name in _SEARCHED:
-        if any(map(FORMATS[name].recognizes, templates.values())):
-            return name
+    if (recognized := _recognized(templates)) is not None:
+        return recognized
     named = (known.name for known in FORMATS.values() if architecture.lower().startswith(known.architectures))
     found = next(named, "hermes")
-    if any("tool_calls" in template for template in templates.values()):
+    if has_unknown_calls(templates):
         logger.warning("the form of tool calls in the chat template is not known: answers are parsed as %r unless a "
                        "request names a chat_format (%s)", found, ", ".join(FORMATS))
     return found

@@ -336,6 +336,12 @@ class Engine(AbstractEngine):
         """See AbstractEngine."""
         return self._loader.memory.move(self._model(model_name), loaded=True)
 
+    def reset_prefix_cache(self, model_name: str) -> AsStatus:
+        """See AbstractEngine."""
+        model = self._model(model_name)
+        self._thread.call(model.reset_prefix_cache)
+        return _SUCCESS
+
     # --- end ---
 
     def close(self) -> None:

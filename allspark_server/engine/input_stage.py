@@ -86,10 +86,12 @@ class InputStage:
 
     def __init__(
         self, info: ModelInfo, tokenizer: Tokenizer | None = None, keys: SpanKeys | None = None,
-        guide: Guide | None = None,
+        guide: Guide | None = None, own_templates: bool = False,
     ):
-        """`keys`: names spans, if there is a prefix cache. `guide`: compiles grammars, if output can be constrained."""
-        self.tokenizer = tokenizer
+        """`keys`: names spans, if there is a prefix cache. `guide`: compiles grammars, if output can be constrained.
+        `own_templates`: whether requests may bring chat templates.
+        """
+        self.tokenizer, self._own_templates = tokenizer, own_templates
         self._info, self._keys, self._guide = info, keys, guide
         self._reasoning: dict[str, ReasoningTokens] = {}     # by chat format
         groups = SpanGroups(info.span_size, tuple(info.cache_windows))
@@ -109,7 +111,14 @@ class InputStage:
             return spec.input_ids
         tokenizer, text = self._need_tokenizer(), spec.text or ""
         if spec.messages is not None:
-            text = render(tokenizer.templates, spec.messages, spec.chat or ChatOptions())
+            options = spec.chat or ChatOptions()
+            if options.chat_template and not self._own_templates:
+                raise AllSparkError(
+                    AsStatus.ALLSPARK_PARAM_ERROR,
+                    f"chat_template: model {spec.model!r} takes no templates of requests; its operator allows them "
+                    "with trust_request_chat_template (--trust-request-chat-template)",
+                )
+            text = render(tokenizer.templates, spec.messages, options)
         max_length = self._info.max_length
         longest = tokenizer.longest_text(max_length)
         if longest is not None and len(text) > longest:

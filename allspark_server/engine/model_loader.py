@@ -11,7 +11,7 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
 
-from ..chat import chat_format, chat_format_of
+from ..chat import chat_format, chat_format_of, has_unknown_calls
 from ..guided import Guide
 from .adapters import AdapterLoader, check_lora
 from .device_memory import MemoryMover
@@ -114,8 +114,9 @@ def open_model(
     if info.tokenizer_dir:
         from ..tokenizer.tokenizer import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
-        tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+        tokenizer = Tokenizer.from_dir(info.tokenizer_dir, config.chat_template)
         info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
+        info.chat_format_guessed = has_unknown_calls(tokenizer.chat_templates)
         info.reasoning = chat_format(info.chat_format).reasoning(tokenizer.chat_templates.values()) is not None
         stops = [*tokenizer.stop_ids, *map(tokenizer.mark_id, chat_format(info.chat_format).stops)]
         info.eos_token_ids += [i for i in dict.fromkeys(stops) if i is not None and i not in info.eos_token_ids]

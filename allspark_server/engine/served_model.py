@@ -77,7 +77,7 @@ class ServedModel:
         self._guide = guide if masks is not None else None
         self._masks = MaskWriter(masks, self._fail_constrained) if masks is not None else None
         info.max_characters = (tokenizer and tokenizer.longest_text(info.max_length)) or 0
-        self.input = InputStage(info, tokenizer, keys, self._guide)
+        self.input = InputStage(info, tokenizer, keys, self._guide, config.trust_request_chat_template)
         self._post = post
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
@@ -180,6 +180,11 @@ class ServedModel:
         """Prepares for unloading or loading the device memory. No step may be running."""
         self.loaded = False
         self.scheduler.lose_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached prefixes that no request uses."""
+        if self.scheduler.prefix_cache is not None:
+            self.scheduler.prefix_cache.reset()
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Requests cannot use the adapter from now on. AllSparkError if some use it or it is not loaded."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from allspark_server.access import Role
 
+from . import admin
 from .adapters import LoadRequest, UnloadRequest, load_adapter, unload_adapter
 from .bodies import Receive
 from .call import Call, Endpoint, HttpWorker, Send
@@ -64,6 +65,12 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
                                                    role=Role.ADMIN, kind="text/plain")),
         ("POST", "/v1/unload_lora_adapter", Endpoint(worker, "unload_lora_adapter", unload_adapter,
                                                      form=UnloadRequest, role=Role.ADMIN, kind="text/plain")),
+        ("POST", "/sleep", Endpoint(worker, "sleep", admin.sleep, role=Role.ADMIN)),
+        ("POST", "/wake_up", Endpoint(worker, "wake_up", admin.wake_up, role=Role.ADMIN)),
+        ("GET", "/is_sleeping", Endpoint(worker, "is_sleeping", admin.is_sleeping, role=read)),
+        ("POST", "/reset_prefix_cache", Endpoint(worker, "reset_prefix_cache", admin.reset_prefix_cache,
+                                                 role=Role.ADMIN)),
+        ("GET", "/server_info", Endpoint(worker, "server_info", admin.server_info, role=read)),
         ("POST", "/tokenize", Endpoint(worker, "tokenize", tokenize, form=TokenizeRequest, role=generate)),
         ("POST", "/detokenize", Endpoint(worker, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
         ("GET", "/", Endpoint(worker, "page", page, role=None, kind="text/html")),

@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 import traceback
+import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -135,6 +136,11 @@ class Call:
     def path_rest(self) -> str:
         """The part of the path that stands for a {name} at its end."""
         return str(self._scope["path_rest"])
+
+    def query(self, name: str) -> str:
+        """The value of a name in the query of the URL; "" if there is none."""
+        values = urllib.parse.parse_qs(self._scope.get("query_string", b"").decode("latin-1")).get(name, [""])
+        return values[-1]
 
     # --- requests to the pool --------------------------------------------------------------------------------
 

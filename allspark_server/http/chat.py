@@ -12,12 +12,12 @@ from allspark_client.types import ModelInfo
 from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
-from .chat_wire import ChatRequest, plain_messages
+from .chat_wire import ChatRequest, plain_messages, plain_tools
 from .choices import DONE, fingerprint, ids_field, logprobs_json, prompt_field, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs, chat_logprobs_json
 from .pieces import joined, json_list, json_object, quoted
-from .replies import ChatReplies, ChatReply, chat_spec, effort_kwargs
+from .replies import ChatReplies, ChatReply, chat_spec, template_kwargs
 from .sampling import check_prompt_logprobs, check_room, check_stream_options, config_of, response_format
 
 _END = "}\n\n"    # of a chunk
@@ -52,12 +52,6 @@ def _check(request: ChatRequest) -> None:
     check_stream_options(request)
 
 
-def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
-    """Variables for the chat template; the reasoning effort by the names that templates use."""
-    own = {} if request.add_generation_prompt is None else {"add_generation_prompt": request.add_generation_prompt}
-    return {**effort_kwargs(request.reasoning_effort), **own, **(request.chat_template_kwargs or {})} or None
-
-
 async def chat(call: Call, request: ChatRequest) -> None:
     """Answers a chat."""
     _check(request)
@@ -71,10 +65,12 @@ async def chat(call: Call, request: ChatRequest) -> None:
     choice = request.tool_choice
     spec = chat_spec(
         request.model, plain_messages(request.messages), config,
-        tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
+        tools=plain_tools(request.tools),
         tool_choice=choice if choice is None or isinstance(choice, str) else choice.model_dump(),
-        parallel_tool_calls=request.parallel_tool_calls, chat_template_kwargs=_template_kwargs(request),
-        continue_final_message=request.continue_final_message)
+        parallel_tool_calls=request.parallel_tool_calls,
+        chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.add_generation_prompt,
+                                             request.reasoning_effort),
+        continue_final_message=request.continue_final_message, chat_template=request.chat_template)
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), wanted,
                    "max_tokens" if request.max_tokens else "max_completion_tokens")

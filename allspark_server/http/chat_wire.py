@@ -132,6 +132,11 @@ class Tool(Wire):
     function: Function
 
 
+def plain_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Tools in the form of chat templates; None if there are none."""
+    return [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
+
+
 class FunctionChoice(Wire):
     """The name of the function that the model must call."""
 
@@ -218,6 +223,9 @@ class ChatRequest(Generation):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[
         JsonObject | None, Field(description="Variables for the checkpoint's chat template")
+    ] = None
+    chat_template: Annotated[
+        Expression | None, Field(description="A template in place of the model's, if the server allows that")
     ] = None
     reasoning_effort: Effort | None = None
     add_generation_prompt: Annotated[

@@ -14,11 +14,13 @@ from .errors import ApiError
 
 async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
     """The entries of a model and, as in vLLM, of each of its adapters, which clients name like models. Each has the
-    most tokens of prompt and output together, and the form of its tool calls and reasoning.
+    most tokens of prompt and output together, and the form of its tool calls and reasoning, which is a guess where the
+    chat template has tool calls of no known form.
     """
     info = await call.model(model.name)
     card = {"id": model.name, "object": "model", "created": call.worker.started, "owned_by": "allspark",
-            "max_model_len": info.max_length, "chat_format": info.chat_format}
+            "max_model_len": info.max_length, "chat_format": info.chat_format,
+            "chat_format_guessed": info.chat_format_guessed}
     return [card, *({**card, "id": name, "parent": model.name} for name in sorted(model.adapters))]
 
 

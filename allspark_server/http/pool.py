@@ -224,6 +224,28 @@ class Pool:
         await self._ask(self._engine.unload_lora, model, name)
         self._models = 0.0, []
 
+    async def sleep(self, model: str) -> None:
+        """Stop a model and free its memory on GPUs, on all members. If that fails, it takes requests again."""
+        if not (await self.info(model)).isa.startswith("sm_"):
+            raise ApiError(400, f"The model '{model}' does not run on GPUs, whose memory sleep would free", "model")
+        await self._ask(self._engine.stop_model, model)
+        self._models = 0.0, []
+        try:
+            await self._ask(self._engine.unload_device_mem, model)
+        except ApiError:
+            await self._ask(self._engine.start_model, model)
+            raise
+
+    async def wake(self, model: str) -> None:
+        """Undo `sleep`."""
+        await self._ask(self._engine.load_device_mem, model)
+        await self._ask(self._engine.start_model, model)
+        self._models = 0.0, []
+
+    async def reset_prefix_cache(self, model: str) -> None:
+        """Forget a model's cached prefixes that no request uses, on all members."""
+        await self._ask(self._engine.reset_prefix_cache, model)
+
     # --- text ----------------------------------------------------------------------------------------------------
 
     async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:

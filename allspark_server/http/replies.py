@@ -46,6 +46,14 @@ def effort_kwargs(effort: str | None) -> dict[str, Any]:
     return {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
+def template_kwargs(
+    kwargs: dict[str, Any] | None, add_generation_prompt: bool | None = None, effort: str | None = None,
+) -> dict[str, Any] | None:
+    """Variables of the chat template by the fields of a request; its chat_template_kwargs take precedence."""
+    own = {} if add_generation_prompt is None else {"add_generation_prompt": add_generation_prompt}
+    return {**effort_kwargs(effort), **own, **(kwargs or {})} or None
+
+
 class ChatReply:
     """One choice of a chat's answer, parsed into content, reasoning and tool calls."""
 

@@ -11,12 +11,12 @@ from allspark_client.request import RequestSpec
 from allspark_server.json_structure import MAX_VALUES
 
 from .call import Call
-from .chat_wire import Messages, plain_messages
+from .chat_wire import Messages, Tool, plain_messages, plain_tools
 from .completions import TokenId
 from .logprobs import token_text
 from .pieces import json_list, json_object
-from .replies import chat_spec
-from .wire import Body, Many, ModelName
+from .replies import chat_spec, template_kwargs
+from .wire import Body, Expression, JsonObject, Many, ModelName
 
 
 class TokenizeRequest(Body):
@@ -27,6 +27,12 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    # Of chats, as in chats.
+    tools: Annotated[Many[Tool], Field(min_length=1, max_length=1024)] | None = None
+    chat_template: Expression | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> TokenizeRequest:
@@ -47,7 +53,10 @@ async def tokenize(call: Call, request: TokenizeRequest) -> None:
     info = await call.model(request.model)
     ids: list[int] = []
     if request.messages is not None:
-        ids = await call.pool.tokenize(chat_spec(request.model, plain_messages(request.messages), GenerateConfig()))
+        ids = await call.pool.tokenize(chat_spec(
+            request.model, plain_messages(request.messages), GenerateConfig(), tools=plain_tools(request.tools),
+            chat_template=request.chat_template, continue_final_message=request.continue_final_message,
+            chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.add_generation_prompt)))
     elif request.prompt:
         bare = request.add_special_tokens is False
         ids = await call.pool.tokenize(RequestSpec(request.model, text=request.prompt), bare)

@@ -248,6 +248,7 @@ class UnaryCalls:
             ("UnloadLora", lora, admin, done(lambda r: engine.unload_lora(r.model, r.lora))),
             ("UnloadDeviceMem", model, admin, done(lambda r: engine.unload_device_mem(r.model))),
             ("LoadDeviceMem", model, admin, done(lambda r: engine.load_device_mem(r.model))),
+            ("ResetPrefixCache", model, admin, done(lambda r: engine.reset_prefix_cache(r.model))),
             ("GetOpProfiling", model, admin,
              lambda r: pb.OpProfiling(table=engine.get_op_profiling_info(r.model))),
             ("GetFileInformation", pb.FileInformationRequest, admin, self._file_information),

@@ -50,6 +50,7 @@ def check_sizes(request: pb.GenerateRequest, info: ModelInfo, role: Role) -> Non
         ("logit_bias", len(config.logit_bias), MAX_WORDS, "ids"),
         ("vocab", len(config.vocab), info.vocab_size, "tokens"),
         ("response_format", len(config.response_format_json), MAX_JSON, "bytes as JSON"),
+        ("chat_template", len(chat.chat_template), MAX_JSON, "characters"),
         *((name, len(getattr(chat, f"{name}_json")), MAX_JSON, "bytes as JSON")
           for name in ("tools", "tool_choice", "chat_template_kwargs")),
     ]

@@ -73,10 +73,10 @@ def chat_templates_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
     if isinstance(from_json, str):
         templates["default"] = from_json
     if os.path.lexists(path / "chat_template.jinja"):
-        templates["default"] = _read_template(path / "chat_template.jinja")
+        templates["default"] = read_template(path / "chat_template.jinja")
     found = sorted(itertools.islice((path / "additional_chat_templates").glob("*.jinja"), MAX_TEMPLATES + 1))
     for file in found:
-        templates[file.stem] = _read_template(file)
+        templates[file.stem] = read_template(file)
     if len(templates) > MAX_TEMPLATES:
         raise ValueError(f"{path} has more than {MAX_TEMPLATES} chat templates")
     for name, template in templates.items():
@@ -85,7 +85,8 @@ def chat_templates_of(path: Path, config: dict[str, Any]) -> dict[str, str]:
     return templates
 
 
-def _read_template(file: Path) -> str:
+def read_template(file: Path) -> str:
+    """A template's file. ValueError if it is not UTF-8."""
     try:
         return read_file(file, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:

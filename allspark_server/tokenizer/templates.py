@@ -186,6 +186,10 @@ class ChatTemplates:
         """`special_tokens`: variables of every template. `owner`: the checkpoint's name in errors."""
         self.sources, self._special_tokens, self._owner = sources, special_tokens, owner
 
+    def replaced_by(self, source: str) -> ChatTemplates:
+        """This one template in place of the checkpoint's."""
+        return ChatTemplates({"default": source}, self._special_tokens, self._owner)
+
     def source(self, tools: bool) -> str:
         """The source of the template for chats with or without tools. ValueError if there is none."""
         name = "tool_use" if tools and "tool_use" in self.sources else "default"

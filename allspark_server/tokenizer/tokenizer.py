@@ -13,7 +13,7 @@ import tokenizers
 
 from . import detokenizer, vocabularies
 from .detokenizer import ByteTokens, StreamDetokenizer
-from .files import chat_templates_of, read_object, special_tokens_of
+from .files import chat_templates_of, read_object, read_template, special_tokens_of
 from .templates import ChatTemplates, renderer
 from .text_size import characters_per_token
 
@@ -59,10 +59,10 @@ class Tokenizer:
         self.detokenizer = functools.partial(StreamDetokenizer, backend, decoder, special_texts, ByteTokens(backend))
 
     @classmethod
-    def from_dir(cls, path: str | Path) -> Tokenizer:
+    def from_dir(cls, path: str | Path, chat_template: str = "") -> Tokenizer:
         """Reads a Hugging Face directory: tokenizer.json or the vocabulary that replaces it (vocabularies.py), and, if
         they exist, tokenizer_config.json, special_tokens_map.json and the chat template (chat_template.jinja,
-        chat_template.json, or inside tokenizer_config.json).
+        chat_template.json, or inside tokenizer_config.json). `chat_template`: a file whose template replaces these.
 
         Raises FileNotFoundError if neither exists, ValueError for a file of the wrong form,
         AllSparkError for a file that is not regular or too large.
@@ -74,6 +74,8 @@ class Tokenizer:
         config = read_object(path / "tokenizer_config.json")
         special = special_tokens_of({**read_object(path / "special_tokens_map.json"), **config})
         templates = chat_templates_of(path, config)
+        if chat_template:
+            templates = {"default": read_template(Path(chat_template))}
         chat = vocabularies.chat_of(path, backend.get_vocab())
         if chat is not None:
             templates.setdefault("default", chat[0])

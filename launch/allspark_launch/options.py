@@ -156,6 +156,11 @@ class ModelOptions:
     weight_group_size: int | None = option(None, "of quantized weights: 32 to 512 input features; 0: per output "
                                            "channel (default)", section="model", metavar="K",
                                            model_field="weight_group_size")
+    chat_template: str | None = option(None, "the Jinja template of chats (default: the checkpoint's)", section="model",
+                                       metavar="FILE", model_field="chat_template")
+    trust_request_chat_template: bool | None = option(
+        None, "requests may bring a chat template of their own, which is rendered in a sandbox", section="model",
+        model_field="trust_request_chat_template")
     set: list[str] = option(list, "any field of AsModelConfig; repeatable", section="model", metavar="FIELD=VALUE")
 
     @staticmethod

@@ -56,6 +56,8 @@ REPEATED = ("store", "metadata", "user", "service_tier", "safety_identifier", "p
             "prompt_cache_retention", "max_tool_calls")
 #: what of a honoured field is refused, or what it means here
 CONDITIONS: dict[tuple[str, str], str] = {
+    ("ChatRequest", "chat_template"): "needs `--trust-request-chat-template`",
+    ("TokenizeRequest", "chat_template"): "needs `--trust-request-chat-template`",
     ("ChatRequest", "modalities"): 'only `["text"]`',
     ("ChatRequest", "verbosity"): "only `medium`",
     ("ChatRequest", "top_logprobs"): "needs `logprobs`",
@@ -81,8 +83,8 @@ _OWN = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "cache_salt", "pri
         "guided_choice", "guided_grammar", "structured_outputs", "min_tokens", "stop_token_ids", "return_token_ids",
         "bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
         "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "add_generation_prompt",
-        "continue_final_message", "chat_template_kwargs", "pooling", "thinking_token_budget", "thinking_budget",
-        "thinking_budget_tokens", "custom_params")
+        "continue_final_message", "chat_template_kwargs", "chat_template", "pooling", "thinking_token_budget",
+        "thinking_budget", "thinking_budget_tokens", "custom_params")
 
 
 def forms() -> Iterator[tuple[str, type]]:

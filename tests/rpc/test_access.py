@@ -267,6 +267,7 @@ ADMIN_CALLS = {
     "ReleaseModel": pb.ModelRequest(model="x"), "GetFileInformation": pb.FileInformationRequest(),
     "GetOpProfiling": pb.ModelRequest(model="m"), "LoadLora": pb.LoraRequest(), "UnloadLora": pb.LoraRequest(),
     "UnloadDeviceMem": pb.ModelRequest(), "LoadDeviceMem": pb.ModelRequest(),
+    "ResetPrefixCache": pb.ModelRequest(),
 }  # fmt: skip
 CALLS_OF_ALL = {"GetServerInfo": pb.ServerInfoRequest(), "GetStat": pb.ModelRequest(model="m"),
                 "GetModelInfo": pb.ModelRequest(model="m")}  # fmt: skip

@@ -125,7 +125,7 @@ def _paths(member: GroupOptions) -> Iterator[str]:
     yield from (*PYTHON, *member.model_root)
     yield from (getattr(member, declared.name) for declared in options_of(GroupOptions) if declared.reads_file)
     for model in _models(member):
-        yield from (str(model.get(key, "")) for key in ("model_path", "weights_path", "draft_model"))
+        yield from (str(model.get(key, "")) for key in ("model_path", "weights_path", "draft_model", "chat_template"))
 
 
 def _written(member: GroupOptions) -> Iterator[str]:
