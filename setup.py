@@ -458,6 +458,7 @@ def requirements() -> dict:
               "cryptography>=42", "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.7",
               "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
               "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
+              "python-multipart>=0.0.12",
               "starlette>=0.40", "pydantic>=2.8", "prometheus-client>=0.20"]  # the HTTP server
     # Traces of requests (allspark_server/tracing.py).
     otel = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30",
@@ -479,6 +480,7 @@ def requirements() -> dict:
         "anthropic>=0.40",
         "clang-format==19.1.7",  # the version that .clang-format was written for
         "pybind11>=2.12",  # tests/sanitize builds the native library
+        "sqlalchemy>=2.0",
         *otel,
     ]
     # Needed by scripts/check.
@@ -491,6 +493,7 @@ def requirements() -> dict:
     cuda = [sibling("cuda", "native/cuda")] if RELEASED or find_nvcc()[0] is None else []
     docs = ["mkdocs-material>=9.5,<10"]     # needed by scripts/docs
     extras = {"test": [*test, *check, *docs], "check": check, "docs": docs, "clients": clients, "cuda": cuda,
+              "store": ["sqlalchemy>=2.0"],     # for a store of the HTTP server that is not in a file
               "otel": otel, "sentencepiece": ["sentencepiece>=0.2"]}      # for checkpoints with sentencepiece models
     if BUILT == "cuda":
         return {"install_requires": [f"{NAME}=={VERSION}"]}

@@ -188,6 +188,14 @@ class WorkerOptions(ListenerOptions):
                                       metavar="ADDRESS", worker=True)
     strict_fields: bool = option(False, "refuse requests with unknown fields; otherwise these are ignored, and a "
                                  "header of the answer names them", worker=True)
+    store: str = option("", "keep responses, files and batches, so that clients can fetch and continue them: a file "
+                        "of SQLite, or a URL of SQLAlchemy for several hosts (default: nothing is kept)",
+                        section="store", metavar="FILE", worker=True)
+    store_days: float = option(30.0, "how long they are kept", section="store", metavar="DAYS", worker=True,
+                               accepts=lambda value: 0 < value < float("inf"), rule="a number of days above 0")
+    store_mib: int = option(0, "how much they may take together; the oldest are deleted", section="store",
+                            metavar="N", implied=4096, worker=True)
+    max_file_mib: int = _limit(0, "the largest file that may be uploaded", implied=200, worker=True)
     max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)
     pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
                              "that a group without one serves on)", section="groups", flag_name="address",

@@ -24,9 +24,11 @@ from allspark_server.runtime.binding import die_with_parent, raise_open_files, r
 from .app import Application
 from .bodies import BodyReader
 from .call import HttpWorker
+from .jobs import Jobs
 from .metrics import Metrics
 from .pool import Pool
 from .protocol import Connection
+from .store import Store, open_database
 
 if TYPE_CHECKING:
     import uvicorn
@@ -72,7 +74,10 @@ def main() -> None:
     pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants,
                         certificates=certificates, alive_fd=a.alive_fd, heartbeat=a.heartbeat,
-                        origins=frozenset(a.allow_origin), strict_fields=a.strict_fields)
+                        origins=frozenset(a.allow_origin), strict_fields=a.strict_fields,
+                        max_file_bytes=a.max_file_mib << 20)
+    if a.store:
+        worker.jobs = Jobs(Store(open_database(a.store), 86400 * a.store_days, a.store_mib << 20))
     # One thread serves; the others, of the connections to the pool, must not make it wait long.
     sys.setswitchinterval(0.001)
     listener = socket.socket(fileno=a.fd)

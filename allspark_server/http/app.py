@@ -10,7 +10,7 @@ from typing import Any
 
 from allspark_server.access import Role
 
-from . import admin
+from . import admin, batches, files
 from .adapters import LoadRequest, UnloadRequest, load_adapter, unload_adapter
 from .bodies import Receive
 from .call import Call, Endpoint, HttpWorker, Send
@@ -27,6 +27,7 @@ from .openapi import describe
 from .page import page, pool
 from .responses import responses
 from .responses_wire import ResponsesRequest
+from .stored_responses import cancel_response, delete_response, get_response, list_input_items
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 _EXPOSED = ", ".join(("x-request-id", "retry-after", "retry-after-ms", *(
@@ -55,6 +56,24 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
          Endpoint(worker, "completions", completions, form=CompletionRequest, role=generate)),
         ("POST", "/v1/embeddings", Endpoint(worker, "embeddings", embeddings, form=EmbeddingRequest, role=generate)),
         ("POST", "/v1/responses", Endpoint(worker, "responses", responses, form=ResponsesRequest, role=generate)),
+        ("GET", "/v1/responses/{response}", Endpoint(worker, "get_response", get_response, role=generate)),
+        ("DELETE", "/v1/responses/{response}", Endpoint(worker, "delete_response", delete_response, role=generate)),
+        ("POST", "/v1/responses/{response}/cancel", Endpoint(worker, "cancel_response", cancel_response,
+                                                             role=generate)),
+        ("GET", "/v1/responses/{response}/input_items", Endpoint(worker, "input_items", list_input_items,
+                                                                 role=generate)),
+        ("POST", "/v1/files", Endpoint(worker, "upload_file", files.upload_file, upload=files.read_upload,
+                                       role=generate)),
+        ("GET", "/v1/files", Endpoint(worker, "files", files.list_files, role=generate)),
+        ("GET", "/v1/files/{file}", Endpoint(worker, "file", files.get_file, role=generate)),
+        ("DELETE", "/v1/files/{file}", Endpoint(worker, "delete_file", files.delete_file, role=generate)),
+        ("GET", "/v1/files/{file}/content", Endpoint(worker, "file_content", files.file_content, role=generate,
+                                                     kind="application/octet-stream")),
+        ("POST", "/v1/batches", Endpoint(worker, "create_batch", batches.create_batch, form=batches.BatchRequest,
+                                         role=generate)),
+        ("GET", "/v1/batches", Endpoint(worker, "batches", batches.list_batches, role=generate)),
+        ("GET", "/v1/batches/{batch}", Endpoint(worker, "batch", batches.get_batch, role=generate)),
+        ("POST", "/v1/batches/{batch}/cancel", Endpoint(worker, "cancel_batch", batches.cancel_batch, role=generate)),
         ("POST", "/v1/messages", Endpoint(worker, "messages", messages, form=MessagesRequest, role=generate,
                                           error_body=ApiError.anthropic_body)),
         ("POST", "/v1/messages/count_tokens", Endpoint(worker, "count_tokens", count_tokens, form=Prompt, role=generate,
@@ -101,7 +120,8 @@ async def _preflight(scope: dict[str, Any], origin: bytes, send: Send) -> None:
     if not _HEADER_NAMES.fullmatch(wanted):
         wanted = b"authorization, content-type"
     await send({"type": "http.response.start", "status": 204, "headers": [
-        (b"access-control-allow-origin", origin), (b"vary", b"Origin"), (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-origin", origin), (b"vary", b"Origin"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", wanted),
         (b"access-control-max-age", b"600")]})
     await send({"type": "http.response.body", "body": b""})
@@ -125,12 +145,13 @@ class Application:
             await call.reply(description)
 
         endpoints.append(("GET", "/openapi.json", Endpoint(worker, "openapi", openapi, role=None)))
-        #: endpoints by path, or by the beginning of the path, and then by method
+        #: endpoints by path, or by the beginning and the end of a path with a {name}, and then by method
         self._paths: dict[str, dict[str, Endpoint]] = {}
-        self._prefixes: dict[str, dict[str, Endpoint]] = {}
+        self._named: dict[tuple[str, str], dict[str, Endpoint]] = {}
         for method, path, endpoint in endpoints:
-            begin, brace, _ = path.partition("{")
-            methods = (self._prefixes if brace else self._paths).setdefault(begin, {})
+            begin, brace, rest = path.partition("{")
+            methods = (self._named.setdefault((begin, rest.partition("}")[2]), {}) if brace
+                       else self._paths.setdefault(begin, {}))
             methods[method] = endpoint
             if method == "GET":
                 methods["HEAD"] = endpoint
@@ -152,10 +173,13 @@ class Application:
         path, method = scope["path"], scope["method"]
         methods = self._paths.get(path)
         if methods is None:
-            begin = next((begin for begin in self._prefixes if path.startswith(begin) and len(path) > len(begin)), None)
-            if begin is None:
+            # The one with the longest end: /v1/responses/{response}/cancel before /v1/responses/{response}.
+            fitting = [(begin, end) for begin, end in self._named if path.startswith(begin) and path.endswith(end)
+                       and len(path) > len(begin) + len(end)]
+            found = max(fitting, key=lambda pair: len(pair[1]), default=None)
+            if found is None:
                 return self._refusal(ApiError(404, f"Unknown request URL: {method} {path}", code="unknown_url"))
-            methods, scope["path_rest"] = self._prefixes[begin], path[len(begin):]
+            methods, scope["path_rest"] = self._named[found], path[len(found[0]):len(path) - len(found[1])]
         if method not in methods:
             return self._refusal(ApiError(405, f"{path} does not take {method}", code="method_not_supported",
                                           allow=", ".join(methods)))
@@ -174,8 +198,12 @@ class Application:
         gc.set_threshold(_YOUNG)
         await self._worker.pool.open()
         watch = asyncio.create_task(self._worker.watch())
+        if (jobs := self._worker.jobs) is not None:
+            jobs.open(self._worker, self)
         await send({"type": "lifespan.startup.complete"})
         await receive()     # lifespan.shutdown
         watch.cancel()
+        if jobs is not None:
+            await jobs.close()
         await self._worker.pool.close()
         await send({"type": "lifespan.shutdown.complete"})

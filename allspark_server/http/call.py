@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from allspark_server.access import Access
     from allspark_server.certificates import Certificates
 
+    from .jobs import Jobs
+
 logger = logging.getLogger(__name__)
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -67,6 +69,9 @@ class HttpWorker:
     origins: frozenset[str] = frozenset()
     #: whether a body with an unknown field is refused
     strict_fields: bool = False
+    #: the store and the work on what is in it; None: this server keeps nothing
+    jobs: Jobs | None = None
+    max_file_bytes: int = 200 << 20
 
     def __post_init__(self) -> None:
         self.limits = RateLimits(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
@@ -142,6 +147,14 @@ class Call:
         values = urllib.parse.parse_qs(self._scope.get("query_string", b"").decode("latin-1")).get(name, [""])
         return values[-1]
 
+    @property
+    def jobs(self) -> Jobs:
+        """The store of this server. Raises ApiError if it has none."""
+        if self.worker.jobs is None:
+            raise ApiError(400, "This server keeps nothing: its operator starts it with --store for that",
+                           code="unsupported_parameter")
+        return self.worker.jobs
+
     # --- requests to the pool --------------------------------------------------------------------------------
 
     async def model(self, name: str) -> ModelInfo:
@@ -216,6 +229,10 @@ class Call:
         last = "".join(waiting).encode(errors="replace")
         await (self.write(last, False) if self.status else self.reply(last))
 
+    async def begin(self, kind: bytes, length: int) -> None:
+        """Begin an answer of known length, whose parts `write` sends."""
+        await self._start(200, [(b"content-type", kind), (b"content-length", str(length).encode())])
+
     async def stream(self) -> None:
         """Begin an answer of server-sent events."""
         await self._start(200, _SEND_HEADERS)
@@ -275,6 +292,7 @@ class Call:
 
 Handler = Callable[[Call, Any], Awaitable[None]]
 ErrorBody = Callable[[ApiError], dict[str, Any]]
+Upload = Callable[[Call, dict[str, Any], Receive], Awaitable[Any]]
 
 
 class Endpoint:
@@ -288,13 +306,14 @@ class Endpoint:
         role: the role that a client needs; None: none.
         error_body: the form of errors.
         kind: the content type of answers that are not event streams.
+        upload: reads the body of an endpoint without a form, for the handler.
     """
 
     def __init__(self, worker: HttpWorker, name: str, handler: Handler, *, form: type[Body] | None = None,
                  role: Role | None = Role.READ, error_body: ErrorBody = ApiError.body,
-                 kind: str = "application/json"):
+                 kind: str = "application/json", upload: Upload | None = None):
         self.name, self.handler, self.form, self.role, self.kind = name, handler, form, role, kind
-        self._worker, self._error_body = worker, error_body
+        self._worker, self._error_body, self._upload = worker, error_body, upload
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -303,16 +322,18 @@ class Endpoint:
         worker.calls.add(call)
         try:
             call.client = self._admit(scope)
-            if self.role is not None and self.role.includes(Role.GENERATE):
+            if self.role is not None and self.role.includes(Role.GENERATE) and scope["method"] == "POST":
                 call.count_request()
             with worker.bodies.share(call.tenant) as share:
-                form = None
+                form: Any = None
                 if self.form is not None:
                     body = await share.read(scope, receive)
                     call.body_size = len(body)
                     form = parse(self.form, body, call.unknown)
                     del body
                     await asyncio.sleep(0)      # other calls' turn: parsing may have taken long
+                elif self._upload is not None:
+                    form = await self._upload(call, scope, receive)
                 await self._until_gone(call, form, receive)
         except ClientDisconnected:
             call.status = call.status or 499    # nginx' status for a client that has disconnected
@@ -327,6 +348,8 @@ class Endpoint:
     def _admit(self, scope: dict[str, Any]) -> Client:
         if self.role is None:
             return Client(Role.READ)
+        if (client := scope.get("allspark.client")) is not None:    # of a call that this server makes itself
+            return client
         return admit(self._worker.access, scope, self.role)
 
     async def _until_gone(self, call: Call, form: Any, receive: Receive) -> None:

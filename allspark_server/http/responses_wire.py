@@ -175,8 +175,15 @@ class ResponsesRequest(Body):
     reasoning: ReasoningOptions | None = None
     include: Many[str] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    #: has no effect: nothing is stored, and the answer says so
-    store: bool | None = None
+    store: Annotated[
+        bool | None, Field(description="`false`: the response cannot be fetched later; without `--store` none can")
+    ] = None
+    background: Annotated[
+        bool | None, Field(description="Answer at once; the response is fetched by its id")
+    ] = None
+    previous_response_id: Annotated[
+        str | None, Field(max_length=200, description="The response that the input continues"), CUT
+    ] = None
     metadata: Metadata | None = None
     user: str | None = None
     service_tier: str | None = None
@@ -185,9 +192,7 @@ class ResponsesRequest(Body):
     prompt_cache_retention: str | None = None
     prompt_cache_options: JsonObject | None = None
     # Rejected with any value.
-    previous_response_id: Any = None
     conversation: Any = None
-    background: Any = None
     prompt: Any = None
     access_programs: Any = None
     background_options: Any = None
@@ -210,15 +215,17 @@ class ResponsesRequest(Body):
 # --- as messages -------------------------------------------------------------------------------------------------
 
 
-def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """The input as messages of a chat. The items of one answer (reasoning, text, calls) become one message."""
+def messages_of(request: ResponsesRequest, earlier: list[Item]) -> list[dict[str, Any]]:
+    """The input as messages of a chat, after `earlier` items. The items of one answer (reasoning, text, calls) become
+    one message.
+    """
     chat: list[dict[str, Any]] = []
     if request.instructions is not None:
         chat.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*chat, {"role": "user", "content": request.input}]
+    new = [MessageItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    items = [*((item, "previous_response_id") for item in earlier), *((x, f"input[{i}]") for i, x in enumerate(new))]
     answer: dict[str, Any] | None = None    # the current message of the assistant
-    for i, item in enumerate(request.input):
+    for item, place in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
             answer = None
             role = "system" if item.role == "developer" else item.role
@@ -236,7 +243,7 @@ def messages_of(request: ResponsesRequest) -> list[dict[str, Any]]:
         elif isinstance(item, CallItem):
             answer.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
         elif item.encrypted_content is not None and not item.content:
-            raise not_available(f"input[{i}].encrypted_content", "it cannot decrypt the reasoning of other servers")
+            raise not_available(f"{place}.encrypted_content", "it cannot decrypt the reasoning of other servers")
         elif item.content:
             answer["reasoning_content"] = "".join(part.text for part in item.content)
     return chat

@@ -50,9 +50,10 @@ IGNORED: dict[str, dict[str, str]] = {
     "DetokenizeRequest": {},
     "LoadRequest": {},
     "UnloadRequest": {},
+    "BatchRequest": {},
 }
 #: fields of the Responses API that are only repeated in the answer
-REPEATED = ("store", "metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key",
+REPEATED = ("metadata", "user", "service_tier", "safety_identifier", "prompt_cache_key",
             "prompt_cache_retention", "max_tool_calls")
 #: what of a honoured field is refused, or what it means here
 CONDITIONS: dict[tuple[str, str], str] = {
@@ -74,6 +75,9 @@ CONDITIONS: dict[tuple[str, str], str] = {
     ("CompletionRequest", "max_tokens"): "default 16; 0 needs `echo`",
     ("MessagesRequest", "thinking"): "`budget_tokens` has no effect if the model has no reasoning",
     ("EmbeddingRequest", "dimensions"): "only the model's own",
+    ("ResponsesRequest", "store"): "has no effect without `--store`: nothing is stored",
+    ("ResponsesRequest", "previous_response_id"): "needs `--store`",
+    ("ResponsesRequest", "background"): "needs `--store`",
     ("ResponsesRequest", "truncation"): "only `disabled`",
     ("ResponsesRequest", "text"): "`text.verbosity` only `medium`",
     ("ResponsesRequest", "tool_choice"): "needs `tools`, unless it is `none` or `auto`",

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from allspark_server.http.batch_lines import MAX_LINE, NoRequest, parse_line
+
 from ..pool.members import environment_addresses
 from ..progress import Progress
 from . import AddCommand
@@ -20,11 +22,6 @@ from .own_group import add_group_flags, own_group
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-#: a temporarily refused request is sent again: at most so often, with pauses of at most so many seconds
-_ATTEMPTS, _LONGEST_PAUSE = 12, 30.0
-_PASSING = (429, 503)
-_MAX_LINE = 64 << 20
 EXIT_FAILED_LINES = 3
 
 Answer = tuple[int, Any]
@@ -46,39 +43,6 @@ examples:
   allspark batch in.jsonl out.jsonl                                  the model that ships
   allspark batch --model ~/Qwen2.5-7B-Instruct --weight-dtype w8a8 --max-batch 64 in.jsonl out.jsonl
   allspark batch --address unix:/run/allspark/a --address unix:/run/allspark/b in.jsonl out.jsonl"""
-
-
-class NoRequest(ValueError):
-    """A line that is not a request, with its custom_id if it has one."""
-
-    def __init__(self, message: str, custom_id: str | None = None):
-        super().__init__(message)
-        self.custom_id = custom_id
-
-
-def parse_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
-    """(custom_id, url, body) of a line. Raises NoRequest."""
-    if len(line) > _MAX_LINE:
-        raise NoRequest(f"the line has {len(line)} bytes; at most {_MAX_LINE} are taken")
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise NoRequest(f"the line is not JSON: {error}") from None
-    if not isinstance(entry, dict):
-        raise NoRequest(f"the line holds a {type(entry).__name__}, not an object")
-    custom_id = entry.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise NoRequest(f"custom_id is {custom_id!r:.80}; it must be text that names the line")
-    method, url, body = entry.get("method", "POST"), entry.get("url"), entry.get("body")
-    if method != "POST":
-        raise NoRequest(f"method is {method!r:.80}; it must be 'POST'", custom_id)
-    if url not in ENDPOINTS:
-        raise NoRequest(f"url is {url!r:.80}; it must be one of {', '.join(ENDPOINTS)}", custom_id)
-    if not isinstance(body, dict):
-        raise NoRequest(f"body is {type(body).__name__}, not an object", custom_id)
-    if body.get("stream"):
-        raise NoRequest("body.stream must not be set: a batch's answers come whole", custom_id)
-    return custom_id, url, body
 
 
 # --- the output file -----------------------------------------------------------------------------------------
@@ -181,7 +145,7 @@ class Endpoints:
         from allspark_server.http.pool import Pool
         token, names_tenants = pool_token(token_file)
         self._pool = Pool(addresses, token)
-        worker = HttpWorker(self._pool, Access(), BodyReader(_MAX_LINE, 1 << 40), Metrics(), names_tenants)
+        worker = HttpWorker(self._pool, Access(), BodyReader(MAX_LINE, 1 << 40), Metrics(), names_tenants)
         self._application = Application(worker)
 
     async def open(self) -> list[str]:
@@ -197,41 +161,11 @@ class Endpoints:
         """Disconnects."""
         await self._pool.close()
 
-    async def post(self, url: str, body: dict[str, Any]) -> Answer:
-        """The status and the JSON of the answer to a request."""
-        data = json.dumps(body).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-                 "path": url, "raw_path": url.encode(), "root_path": "", "query_string": b"", "headers": headers,
-                 "client": ("batch", 0), "server": ("batch", None)}
-        received = iter([{"type": "http.request", "body": data, "more_body": False}])
-        status = 0
-        chunks: list[bytes] = []
-
-        async def receive() -> dict[str, Any]:
-            message = next(received, None)
-            return message if message is not None else await asyncio.get_running_loop().create_future()
-
-        async def send(message: dict[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            else:
-                chunks.append(message.get("body", b""))
-
-        await self._application(scope, receive, send)
-        return status, json.loads(b"".join(chunks))
-
     async def post_until_taken(self, url: str, body: dict[str, Any]) -> Answer:
-        """As post, but sends the request again while the pool is full or unreachable."""
-        pause = 0.5
-        for attempt in range(1, _ATTEMPTS + 1):
-            answer = await self.post(url, body)
-            if answer[0] not in _PASSING or attempt == _ATTEMPTS:
-                break
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        return answer
+        """The status and the JSON of the answer to a request, which waits while the pool is full or unreachable."""
+        from allspark_server.http.internal import post_until_taken
+        status, data = await post_until_taken(self._application, url, json.dumps(body).encode())
+        return status, json.loads(data)
 
 
 class Batch:

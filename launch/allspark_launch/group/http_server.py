@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -55,6 +56,11 @@ class HttpOptions(WorkerOptions):
             raise ValueError(f"--workers {self.workers} must be 1 to 256")
         access.check_listener(self.address, token=bool(self.token_file), tls=bool(self.tls_cert),
                           client_ca=bool(self.tls_ca), insecure=self.insecure)
+        if "://" in self.store:
+            if importlib.util.find_spec("sqlalchemy") is None:
+                raise ValueError("--store with a URL needs SQLAlchemy: pip install 'allspark-numa[store]'")
+        elif self.store and not Path(self.store).absolute().parent.is_dir():
+            raise ValueError(f"--store {self.store!r} is in a directory that does not exist")
         for path in filter(None, (self.token_file, self.pool_token_file)):
             access.read_tokens(path)
         for proxy in self.trusted_proxy:

@@ -75,7 +75,9 @@ def unit_values(pool: Pool, config_dir: Path) -> dict[str, str]:
     port = options.address.rpartition(":")[2]
     low = not access.is_unix(options.address) and port.isdigit() and 0 < int(port) < _LOWEST_FREE_PORT
     capability = "CAP_NET_BIND_SERVICE" if low else ""
-    remote = any(not access.is_unix(a) and not access.is_loopback(a) for a in [options.address, *options.pool])
+    in_file = bool(options.store) and "://" not in options.store
+    remote = (bool(options.store) and not in_file) or any(
+        not access.is_unix(a) and not access.is_loopback(a) for a in [options.address, *options.pool])
     return {
         "http_command": shlex.join(command).replace("%", "%%").replace("$", "$$"),
         "http_stop_seconds": "infinity" if options.drain_limit == math.inf else
@@ -84,6 +86,8 @@ def unit_values(pool: Pool, config_dir: Path) -> dict[str, str]:
         "http_filter": "SystemCallFilter=@chown" if options.socket_group else "",
         "http_capabilities": f"CapabilityBoundingSet={capability}\nAmbientCapabilities={capability}",
         "http_protect_home": "read-only" if homes else "yes",
+        # SQLite writes a log beside its file.
+        "http_writable": units.writable({str(Path(options.store).absolute().parent)} if in_file else set()),
         "http_network": "" if remote else "IPAddressDeny=any\nIPAddressAllow=localhost",
     }
 

@@ -82,7 +82,7 @@ def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
         "filter": "SystemCallFilter=@chown" if groups else "",    # sockets get their group by chown
         "protect_home": "read-only" if any(map(_needs_homes, members)) else "yes",
         "devices": _GPU_DEVICES if any(map(_needs_gpus, members)) else _NO_DEVICES,
-        "writable": _line("ReadWritePaths", {path for m in members for path in _written(m)}),
+        "writable": writable({path for m in members for path in _written(m)}),
         "environment": str(config_dir / pool.name / _MEMBER).replace("%", "%%").replace(_MEMBER, "%i") + ".env",
         "network": "" if any(_needs_network(member, pool.environment(name)) for name, member in pool.members.items())
         else "IPAddressDeny=any\nIPAddressAllow=localhost",
@@ -109,10 +109,10 @@ def running_part(unit: str) -> str:
     return "\n".join(line for line in unit.splitlines() if line and not line.startswith(("#", "TimeoutStopSec=")))
 
 
-def _line(key: str, paths: set[str]) -> str:
-    """A setting that lists paths, quoted for systemd; "" without paths."""
+def writable(paths: set[str]) -> str:
+    """The setting of a unit that lets it write to these directories, quoted for systemd; "" for none."""
     quoted = ['"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%") + '"' for path in sorted(paths)]
-    return f"{key}={' '.join(quoted)}" if paths else ""
+    return f"ReadWritePaths={' '.join(quoted)}" if paths else ""
 
 
 def _models(member: GroupOptions) -> Iterator[dict]:
