@@ -42,6 +42,7 @@ class Jobs:
         #: what continues or ends an abandoned object, by its kind
         self.take_over: dict[str, TakeOver] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()   # names of tasks that end
         self._watch: asyncio.Task[None] | None = None
         self._look = asyncio.Event()
 
@@ -57,10 +58,13 @@ class Jobs:
 
     async def close(self) -> None:
         """End the jobs. Another process continues those that can be continued."""
-        tasks = [*self._tasks.values(), *([self._watch] if self._watch is not None else ())]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        tasks = dict(self._tasks)
+        for name in tasks:
+            self.cancel(name)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         await asyncio.to_thread(self.store.close)
 
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -71,6 +75,7 @@ class Jobs:
         def ended(_: object) -> None:
             if self._tasks.get(name) is task:
                 del self._tasks[name]
+                self._cancelled.discard(name)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("the work on %s failed", name, exc_info=error)
 
@@ -82,7 +87,8 @@ class Jobs:
 
     def cancel(self, name: str) -> None:
         """End a job, if it is one of this process; others notice by the state of the object."""
-        if (task := self._tasks.get(name)) is not None:
+        if (task := self._tasks.get(name)) is not None and name not in self._cancelled:
+            self._cancelled.add(name)   # a second time would end the work on its end
             task.cancel()
 
     def look_now(self) -> None:
@@ -96,19 +102,22 @@ class Jobs:
                 if self._tasks:
                     for name in await self.store.touch(self._tasks):
                         self.cancel(name)
-                for kind, continue_it in self.take_over.items():
-                    if kind == "batch" and self.count("batch_") >= MOST_BATCHES:
-                        continue
-                    found = await self.store.claim(kind, LIVE, time.time() - ABANDONED_SECONDS)
-                    if found is not None and found.id not in self._tasks:
-                        await continue_it(self, found)
-                        self._look.set()    # there may be more
-                if time.monotonic() - purged > _PURGE_SECONDS:
-                    if not await self.store.purge():
-                        purged = time.monotonic()
+                for kind in self.take_over:
+                    await self._take_over(kind)
+                if time.monotonic() - purged > _PURGE_SECONDS and not await self.store.purge():
+                    purged = time.monotonic()
             except ApiError as error:
                 logger.debug("looking for work in the store: %s", error)
-                await asyncio.sleep(_LOOK_SECONDS)
+            except Exception:   # a bug: the other objects are still looked at
+                logger.exception("looking for work in the store failed")
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._look.wait(), _LOOK_SECONDS)
             self._look.clear()
+
+    async def _take_over(self, kind: str) -> None:
+        if kind == "batch" and self.count("batch_") >= MOST_BATCHES:
+            return
+        found = await self.store.claim(kind, LIVE, time.time() - ABANDONED_SECONDS)
+        if found is not None and found.id not in self._tasks:
+            await self.take_over[kind](self, found)
+            self._look.set()    # there may be more
