@@ -21,7 +21,7 @@ class ChatOptions:
     tools: list[dict[str, Any]] = field(default_factory=list)
     #: "auto" (as None), "none", "required", or {"type": "function", "function": {"name": ...}}
     tool_choice: str | dict[str, Any] | None = None
-    #: whether an answer that must be a tool call may have several
+    #: whether an answer may have several tool calls
     parallel_tool_calls: bool = True
     #: variables for the checkpoint's template, such as {"enable_thinking": False}
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

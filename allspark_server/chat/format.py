@@ -133,7 +133,9 @@ class ChatFormat:
         """
         if response_format is not None and response_format["type"] == "text":
             response_format = None
-        constrains_calls = options.offered and (options.forced or response_format or options.strict)
+        # A format without a grammar of calls has none that would have to be one alone.
+        alone = not options.parallel_tool_calls and bool(self.trigger or self.in_messages)
+        constrains_calls = options.offered and (options.forced or response_format or options.strict or alone)
         # A format alone would forbid the end of reasoning that the prompt has begun.
         has_parts = self.in_messages or _OPENED_REASONING.search(prompt)
         if not constrains_calls and not (response_format and has_parts):

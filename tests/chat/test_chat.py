@@ -387,6 +387,18 @@ def test_a_format_holds_after_reasoning_that_the_prompt_begins(guide, name, form
     assert parse(name, [thought + fit], (), opened=opened) == (fit, "So be it: {1}", [])
 
 
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_one_call_at_most(guide, name, choice):
+    tokenizer = with_template("")
+    options = ChatOptions(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    grammar = guide.compile(calls_of(tokenizer, name, options, "Hello"))
+    calls = parse(name, [CALLS[name]], TOOLS)[2]
+    assert takes(grammar, tokenizer, CALLS[name]) is (len(calls) == 1)
+    assert takes(grammar, tokenizer, "It is late.") is (choice == "auto")
+    assert calls_of(tokenizer, "plain", ChatOptions(tools=TOOLS, parallel_tool_calls=False), "Hello") is None
+
+
 def test_forced_calls_after_what_the_prompt_has_begun(guide):
     tokenizer = with_template("<think>")
     options = ChatOptions(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
