@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
-from allspark_server.models.network import ExpertConfig, LatentConfig, ModelConfig
+from allspark_server.models.network import ExpertConfig, IndexerConfig, LatentConfig, ModelConfig
 from allspark_server.models.rotary import rotary_of, yarn_mscale
 from allspark_server.weights.shard import Split
 
@@ -160,6 +160,26 @@ def gated_shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     return graph.sigmoid_mul(y, graph.linear(x, gate, None, out="shared_gate"))
 
 
+def _selected(graph: Graph, x: Tensor, source: Tensor, prefix: str, latent: LatentConfig,
+              indexer: IndexerConfig) -> Tensor:
+    """The positions that an indexer selects, the same on every rank. source: the queries' latent."""
+    def project(rows: Tensor, name: str, width: int, columns: int, out: str) -> Tensor:
+        return graph.linear(rows, graph.matrix(f"{prefix}.{name}.weight", width, columns), None, out=out)
+
+    def vector(name: str) -> Weight:
+        return graph.weight(Weight(f"{prefix}.{name}", (Part(f"{prefix}.{name}", indexer.dim),)))
+
+    heads, dim, hidden = indexer.heads, indexer.dim, graph.config.hidden_size
+    queries = project(source, "wq_b", heads * dim, latent.query_dim, "index_queries")
+    key = graph.op("layer_norm", project(x, "wk", dim, hidden, "index_key"), eps=1e-6,
+                   weights=(vector("k_norm.weight"), vector("k_norm.bias")))
+    pairs: dict[str, Any] = {"pairs": "interleaved"} if indexer.interleaved else {}
+    for rows in (queries, key):
+        graph.rope(rows, head_dim=dim, rotary_dim=latent.rope_dim, block=0, blocks=1, **pairs)
+    weights = project(x, "weights_proj", heads, hidden, "index_weights")
+    return graph.indexer(queries, weights, key, indexer.selected)  # a factor of the scores would change no selection
+
+
 def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: LatentConfig) -> Tensor:
     """Latent attention with its output projection, in the absorbed form: queries are multiplied by the keys'
     projection of the latent, and weighted sums of latents by that of the values (docs/decisions/latent.md).
@@ -185,6 +205,10 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
     rotated, plain = (of_each_head(f"{prefix}.{name}.weight", heads, sizes, i) for i in (1, 0))
     queries = linear_of_parts(graph, source, f"{prefix}.{name}", rotated + plain,
                               tuple(Block(heads * n, Split(heads, n)) for n in reversed(sizes)), "queries")
+    selected = None
+    if (indexer := latent.indexer) is not None:
+        selected = graph.tensors["seen"] if layer in indexer.shared else _selected(
+            graph, x, source, f"{prefix}.indexer", latent, indexer)
     kept = down("kv_a_proj_with_mqa", (latent.latent_dim, latent.rope_dim), "kept")
     graph.op("head_norm", kept, weights=(normed("kv_a_layernorm", latent.latent_dim),), block=0,
              head_dim=latent.latent_dim, eps=eps)
@@ -195,7 +219,7 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
         scale *= yarn_mscale(config.rope, config.rope.mscale_all_dim) ** 2
     absorbed = graph.head_linear(queries, f"{prefix}.kv_b_proj.keys", heads, latent.latent_dim, latent.nope_dim,
                                  "absorbed", block=1)
-    recalled = graph.latent_attention(absorbed, queries, kept, layer, scale)
+    recalled = graph.latent_attention(absorbed, queries, kept, layer, scale, selected)
     attended = graph.head_linear(recalled, f"{prefix}.kv_b_proj.values", heads, latent.value_dim, latent.latent_dim,
                                  "attended")
     return graph.row_parallel_linear(attended, f"{prefix}.o_proj", Split(heads, latent.value_dim),

@@ -1,9 +1,11 @@
-"""DeepSeek-V2, V3, R1 and V3.1, Kimi-K2 and GLM-4.7-Flash: latent attention, a few dense layers, then experts behind a
-router with groups, and a shared expert.
+"""DeepSeek-V2, V3, R1, V3.1 and V3.2, Kimi-K2, GLM-4.7-Flash and GLM-5: latent attention, a few dense layers, then
+experts behind a router with groups, and a shared expert. In V3.2 and GLM-5 an indexer selects the positions that
+attention sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from allspark_server.models.draft_heads import next_n_head
 from allspark_server.models.expert_fields import grouped_experts
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_SIZE, Fields
 from allspark_server.models.graph import Graph, Tensor
-from allspark_server.models.network import ExpertConfig, LatentConfig, ModelConfig
+from allspark_server.models.network import ExpertConfig, IndexerConfig, LatentConfig, ModelConfig
 
 
 def _layer(graph: Graph, x: Tensor, prefix: str, layer: int) -> None:
@@ -54,6 +56,37 @@ def _latent(fields: Fields) -> dict[str, Any]:
     return {"latent": LatentConfig(latent, nope, rope, value, query, fields.get("rope_interleave", bool, True))}
 
 
+def _shared_selections(fields: Fields) -> tuple[int, ...]:
+    """The layers without an indexer, which use the selection of the layer before them (GLM-5.2)."""
+    layers = fields.need_positive("num_hidden_layers")
+    kinds, pattern = fields.get("indexer_types", list, []), fields.values.get("index_topk_pattern")
+    if not kinds and isinstance(pattern, (str, list)):
+        kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    if not kinds:
+        step, offset = max(1, fields.get("index_topk_freq", int, 1)), fields.get("index_skip_topk_offset", int, 2)
+        kinds = ["shared" if max(layer - offset + 1, 0) % step else "full" for layer in range(layers)]
+    if len(kinds) != layers or any(kind not in ("full", "shared") for kind in kinds) or kinds[0] != "full":
+        raise fields.error("indexer_types", "must hold 'full' or 'shared' for each layer, and begin with 'full'")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "shared")
+
+
+def _sparse(interleaved: bool) -> Callable[[Fields], dict[str, Any]]:
+    """Latent attention with an indexer. interleaved: the default of indexer_rope_interleave."""
+    def read(fields: Fields) -> dict[str, Any]:
+        latent: LatentConfig = _latent(fields)["latent"]
+        if not latent.query_dim:
+            raise fields.error("q_lora_rank", "is missing: an indexer needs the queries' latent")
+        heads, dim, selected = (fields.need_positive(f"index_{name}", most=most) for name, most in (
+            ("n_heads", MAX_SIZE), ("head_dim", MAX_HEAD_DIM), ("topk", MAX_SIZE)))
+        if dim < latent.rope_dim:
+            raise fields.error("index_head_dim", f"is {dim}: it must be at least qk_rope_head_dim ({latent.rope_dim})")
+        indexer = IndexerConfig(heads, dim, selected, fields.get("indexer_rope_interleave", bool, interleaved),
+                                _shared_selections(fields))
+        return {"latent": replace(latent, indexer=indexer)}
+
+    return read
+
+
 def _softmax_experts(fields: Fields, layers: int) -> ExpertConfig:
     """DeepSeek-V2's: weights are probabilities, and a group counts as much as its best expert."""
     if fields.get("topk_method", str, "greedy") == "greedy":
@@ -72,6 +105,10 @@ ARCHITECTURES = {
                                           experts=grouped_experts, **_COMMON),
     "Glm4MoeLiteForCausalLM": Architecture(deepseek, "glm4_moe_lite", "GLM-4.7-Flash", experts=grouped_experts,
                                            **_COMMON),
+    "DeepseekV32ForCausalLM": Architecture(deepseek, "deepseek_v32", "DeepSeek-V3.2", experts=grouped_experts,
+                                           layer_types=False, **{**_COMMON, "more": _sparse(interleaved=False)}),
+    "GlmMoeDsaForCausalLM": Architecture(deepseek, "glm_moe_dsa", "GLM-5", experts=grouped_experts,
+                                         layer_types=False, **{**_COMMON, "more": _sparse(interleaved=True)}),
     "KimiK25ForConditionalGeneration": Architecture(
         deepseek, "kimi_k25", "Kimi-K2.5, K2.6, K2.7 (text part)", experts=grouped_experts, stored_as="text_part",
         **{**_COMMON, "translate": lambda fields: _heads(text_part(fields))}),

@@ -549,14 +549,24 @@ class Graph:
                        block=block)
 
     def latent_attention(self, absorbed: Tensor, queries: Tensor, kept: Tensor, layer: int, scale: float,
-                         out: str = "recalled") -> Tensor:
+                         selected: Tensor | None = None, out: str = "recalled") -> Tensor:
         """Stores the rows `kept`, [latent | rotated key], in the cache and attends causally over the sequence's.
 
-        absorbed: queries times the keys' projection. queries: their rotated parts, in the first columns.
+        absorbed: queries times the keys' projection. queries: their rotated parts, in the first columns. selected: the
+        positions that an indexer selects; None for all.
         """
         latent, rope = kept.blocks
-        return self.op("latent_attention", absorbed, queries, kept, out=out, layer=self._places[layer][1],
-                       latent_dim=latent.width, rope_dim=rope.width, scale=scale)
+        inputs = (absorbed, queries, kept) if selected is None else (absorbed, queries, kept, selected)
+        return self.op("latent_attention", *inputs, out=out, layer=self._places[layer][1], latent_dim=latent.width,
+                       rope_dim=rope.width, scale=scale)
+
+    def indexer(self, queries: Tensor, weights: Tensor, key: Tensor, selected: int, out: str = "seen") -> Tensor:
+        """Stores the keys in the cache, after those of all layers, and returns the `selected` positions with the best
+        scores.
+        """
+        before = sum(op.type == "indexer" for op in self.ops)
+        return self.op("indexer", queries, weights, key, out=out, blocks=(Block(selected),),
+                       layer=len(self._places) + before)
 
     # -- layers with a state -------------------------------------------------------------------------------------------
     def causal_conv(self, x: Tensor, prefix: str, taps: int, *, bias: bool = False, activated: bool = True,

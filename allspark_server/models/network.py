@@ -109,12 +109,27 @@ class ConvConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """The indexer of sparse attention (DeepSeek-V3.2): a row attends to the `selected` positions with the best scores.
+
+    heads, dim: heads of its queries and their features, of which the first are rotated; pairs of rotated features are
+    (2 i, 2 i + 1) if interleaved. shared: layers that use the selection of the layer before them.
+    """
+
+    heads: int
+    dim: int
+    selected: int
+    interleaved: bool
+    shared: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Latent attention (arXiv 2405.04434): keys and values are projections of one latent vector a token.
 
     latent_dim: features of the latent. nope_dim, rope_dim, value_dim: features of a head's key without and with rotary
     embedding (all heads share the latter), and of its value. query_dim: features of the queries' latent, 0 if they
-    have none. interleaved: pairs of rotated features are (2 i, 2 i + 1).
+    have none. interleaved: pairs of rotated features are (2 i, 2 i + 1). indexer: None if rows see all positions.
     """
 
     latent_dim: int
@@ -123,6 +138,7 @@ class LatentConfig:
     value_dim: int
     query_dim: int = 0
     interleaved: bool = True
+    indexer: IndexerConfig | None = None
 
 
 @dataclass(frozen=True)

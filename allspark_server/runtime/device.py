@@ -43,8 +43,8 @@ class Device:
     isa: the name of its kernels, for users. half: the type that float16 checkpoints are computed in. step_tokens:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
-    full length needs it. latent_caches: the types of a cache for latent attention. host_memory: it computes in host
-    memory, of which a host cache takes a part.
+    full length needs it. latent_caches: the types of a cache for latent attention. indexers: it has that op.
+    host_memory: it computes in host memory, of which a host cache takes a part.
     """
 
     isa: str
@@ -55,6 +55,7 @@ class Device:
     most_rows = 2**31 - 1
     cache_share, largest_cache_share = 0.6, 0.9
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
+    indexers = True
     host_memory = True
     _library: Any  # the native library for the device
 
@@ -123,6 +124,10 @@ class Device:
     def latent_span_bytes(self, span_size: int, op: Op, dtype: str) -> int:
         """Bytes of a span of the cache of an op with latent attention."""
         return self._library.latent_span_bytes(span_size, int(op.attrs["latent_dim"]), int(op.attrs["rope_dim"]), dtype)
+
+    def index_span_bytes(self, span_size: int, dim: int, dtype: str) -> int:
+        """Bytes of a span of an indexer's keys, of `dim` features, beside a cache of that type."""
+        return self._library.index_span_bytes(span_size, dim, dtype)
 
     def state_bytes(self, graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
         """Bytes that an op with a state keeps of a sequence on a rank: its state, and its recent rows."""
@@ -220,9 +225,14 @@ class Cpus(Device):
         # Hidden states for a draft head: of a step, and of each sequence that gets no drafts for some steps.
         states = rows + native.HELD_STATES * model.config.engine_max_batch
         kept = sum(4 * states * graph.config.hidden_size for op in graph.ops if op.type == "keep_hidden")
+        scores = 0
+        for op in graph.ops:
+            if op.type == "indexer":  # of one layer at a time
+                heads, dim = (graph.tensors[name].width_of(model.rank, model.world) for name in op.inputs[1:])
+                scores = native.indexer_bytes(self._threads, model.config.engine_max_length, heads, dim)
         # Rows prepared for a GEMM, and for attention.
         return (tensor_bytes(model, rows, outputs) + forms * len(windows) * attention + 2 * prepared
-                + lora + kept)
+                + lora + kept + scores)
 
 
 class Gpu(Device):
@@ -232,6 +242,7 @@ class Gpu(Device):
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
+    indexers = False
     cache_share = largest_cache_share = 0.95
     host_memory = False
 

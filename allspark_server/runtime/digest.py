@@ -223,9 +223,9 @@ def _variant(weights: str, group: int, empty: Callable = _on_cpu, long: bool = F
 
 
 def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu,
-            row: tuple[int, int] = (HEAD_DIM // 2, 3 * HEAD_DIM)) -> Any:
+            row: tuple[int, int] = (HEAD_DIM // 2, 3 * HEAD_DIM), selected: int = 0) -> Any:
     """An executor with a layer of latent attention, and experts in groups that count as much as their best one. row:
-    features of rotated keys and of latents.
+    features of rotated keys and of latents. selected: how many positions an indexer selects; 0: there is none.
     """
     native, e = native_library(), empty()
     matrix, vector = _weights_of(e, weights, group, iter(range(301, 400)))
@@ -246,8 +246,18 @@ def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu,
         e.add_op("rope", [rows], [], [], {"head_dim": rope, "offset": offset, "heads": heads, "pairs": "interleaved"})
     e.add_op("head_linear", [queries], [absorbed], [matrix(HEADS * latent, HEAD_DIM, HEADS)],
              {"heads": HEADS, "offset": HEADS * rope})
+    seen: list[list[int]] = [[], []]
+    if selected:
+        wide = (HEADS * HEAD_DIM, HEADS, HEAD_DIM)
+        index = [e.add_tensor(width, False) for width in wide]
+        for tensor, width in zip(index, wide):
+            e.add_op("linear", [x], [tensor], [matrix(width, HIDDEN)], {})
+        e.add_op("layer_norm", [index[2]], [], [vector(HEAD_DIM, 1), vector(HEAD_DIM)], {"eps": 1e-6})
+        seen = [[e.add_tensor(selected, False)] for _ in seen]
+        for number, output in enumerate(seen):
+            e.add_op("indexer", index, output, [], {"layer": 1, "cache_group": number})
     for number in (0, 1):
-        e.add_op("latent_attention", [absorbed, queries, kept], [recalled], [],
+        e.add_op("latent_attention", [absorbed, queries, kept, *seen[number]], [recalled], [],
                  {"layer": 0, "cache_group": number, "latent_dim": latent, "rope_dim": rope, "scale": 0.125})
         if not number:
             e.add_op("add", [absorbed, recalled], [absorbed], [], {})
@@ -427,8 +437,11 @@ def variant_digests() -> dict[str, str]:
 def latent_digests() -> dict[str, str]:
     """Digests of latent attention, by weight format and type of the cache."""
     cases = [(*WEIGHTS[0], "float32"), (*WEIGHTS[1], "bfloat16"), (*WEIGHTS[0], "int8")]
-    return {f"latent {weights} {cache}": _run(_latent(weights, group, cache), (3, 63, 130), groups=2)
-            for weights, group, cache in cases}
+    found = {f"latent {weights} {cache}": _run(_latent(weights, group, cache), (3, 63, 130), groups=2)
+             for weights, group, cache in cases}
+    indexed = {f"indexer {cache}": _run(_latent("float32", 0, cache, selected=40), (3, 63, 130), groups=2)
+               for cache in ("float32", "bfloat16")}
+    return found | indexed
 
 
 @functools.lru_cache(maxsize=1)

@@ -98,6 +98,10 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
                                 f"{' or '.join(device.latent_caches)}")
+        if not device.indexers and any(op.type == "indexer" for op in self.graph.ops):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"{self.graph.config.architecture} is not available on GPUs: its attention selects "
+                                "positions by an indexer, which only CPUs have")
 
     def _tell_of_cut_blocks(self, device: Device) -> None:
         """Logs which matrices of a quantized checkpoint would stay quantized if ranks' slices began elsewhere."""
@@ -130,7 +134,10 @@ class RankModel:
         net = self.graph.config
         latent = [op for op in self.graph.ops if op.type == "latent_attention"]
         if latent:  # one row a token, the same on every rank
-            return sum(device.latent_span_bytes(self.config.cache_span_size, op, self.cache_dtype) for op in latent)
+            keys = [self.graph.tensors[op.inputs[2]] for op in self.graph.ops if op.type == "indexer"]
+            return (sum(device.latent_span_bytes(self.config.cache_span_size, op, self.cache_dtype) for op in latent)
+                    + sum(device.index_span_bytes(self.config.cache_span_size, key.width_of(self.rank, self.world),
+                                                  self.cache_dtype) for key in keys))
         head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
         begin, end = self.graph.kv_heads.units_of(self.rank if rank is None else rank, self.world)
         layers = {op.attrs["layer"] for op in self.graph.ops if op.type == "span_attention"}

@@ -5,6 +5,7 @@
 #include "bindings/bindings.h"
 #include "cpu/isa.h"
 #include "cpu/ops/attention_work.h"
+#include "cpu/ops/indexer.h"
 #include "cpu/weights.h"
 #include "program/weight_spec.h"
 
@@ -72,6 +73,14 @@ PYBIND11_MODULE(_native, m) {
       },
       py::arg("span_size"), py::arg("latent_dim"), py::arg("rope_dim"), py::arg("dtype"),
       "Bytes of a span of a latent cache, for one layer.");
+  m.def(
+      "index_span_bytes",
+      [](int span_size, int dim, const std::string& dtype) {
+        return as::index_layout(as::cache_dtype_of(dtype), span_size, dim, as::kernels().rules.bf16_pairs).bytes;
+      },
+      py::arg("span_size"), py::arg("dim"), py::arg("dtype"), "Bytes of a span of an indexer's keys, for one layer.");
+  m.def("indexer_bytes", &as::indexer_bytes, py::arg("threads"), py::arg("max_length"), py::arg("heads"),
+        py::arg("dim"), "Bytes that indexers use for scores.");
   m.def(
       "attention_bytes",
       [](int threads, int max_length, int head_dim, const std::string& dtype, int rope_dim) {

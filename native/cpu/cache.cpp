@@ -20,7 +20,9 @@ void write_floats(const SpanLayout& s, char* span, int token, const float* key, 
   };
   T* k = reinterpret_cast<T*>(span + token / kKeyGroup * s.group_bytes) + token % kKeyGroup;
   T* v = reinterpret_cast<T*>(span + s.value_offset + token * s.value_bytes);
-  for (int d = 0; d < s.head_dim; d++) k[(size_t)d * kKeyGroup] = rounded(key[d]), v[d] = rounded(value[d]);
+  for (int d = 0; d < s.head_dim; d++) k[(size_t)d * kKeyGroup] = rounded(key[d]);
+  if (!value) return;
+  for (int d = 0; d < s.head_dim; d++) v[d] = rounded(value[d]);
   for (int d = s.head_dim; d < s.padded_dim; d++) v[d] = 0;
 }
 
@@ -30,8 +32,10 @@ void write_pairs(const SpanLayout& s, char* span, int token, const float* key, c
   uint16_t* k = reinterpret_cast<uint16_t*>(span + token / kKeyGroup * s.group_bytes) + token % kKeyGroup * 2;
   uint16_t* v = reinterpret_cast<uint16_t*>(span + s.value_offset + token / 2 * 2 * s.value_bytes) + token % 2;
   auto at = [&](int d) -> uint16_t& { return k[(size_t)(d / 2) * 2 * kKeyGroup + d % 2]; };
-  for (int d = 0; d < s.head_dim; d++) at(d) = float_to_bf16(key[d]), v[2 * d] = float_to_bf16(value[d]);
+  for (int d = 0; d < s.head_dim; d++) at(d) = float_to_bf16(key[d]);
   for (int d = s.head_dim; d < s.key_dim; d++) at(d) = 0;
+  if (!value) return;
+  for (int d = 0; d < s.head_dim; d++) v[2 * d] = float_to_bf16(value[d]);
   for (int d = s.head_dim; d < s.padded_dim; d++) v[2 * d] = 0;
 }
 

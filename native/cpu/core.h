@@ -42,6 +42,7 @@ struct Scratch {
   Buffer rows;       // floats: one row of each thread
   Buffer converted;  // converted rows of a GEMM's input, or one of each thread
   Buffer lora;       // A x of adapters (ops/lora.h)
+  Buffer indexed;    // of indexers (ops/indexer.h)
   size_t row_bytes = 0;
 
   float* row(int thread) const { return reinterpret_cast<float*>(rows.as() + thread * row_bytes); }

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "cpu/ops/gemm.h"
+#include "cpu/ops/indexer.h"
 #include "cpu/ops/routing.h"
 
 namespace as {
@@ -103,7 +104,7 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
     if (!bind) throw std::invalid_argument("the CPU backend has no op " + fused.name);
     Step step{fused, bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
-    if (last.is(Op::span_attention) || last.is(Op::latent_attention))
+    if (last.is(Op::span_attention) || last.is(Op::latent_attention) || last.is(Op::indexer))
       step.layout = &cache_.layer(last.integer("layer")).layout;
     steps_.push_back(std::move(step));
     if (last.is(Op::hidden_states)) form.heads = steps_.size();
@@ -120,13 +121,18 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
   if (limits.num_spans < 1) throw std::invalid_argument("allocate: sizes must be positive");
   std::map<int, LayerCache> layers;
   for (const OpNode& op : program_.ops()) {
-    const bool latent = op.is(Op::latent_attention), pairs = core_.k.rules.bf16_pairs;
-    if (!latent && !op.is(Op::span_attention)) continue;
+    const bool pairs = core_.k.rules.bf16_pairs;
     LayerCache layer;
-    layer.layout = latent ? latent_layout(limits.dtype, limits.span_size, program_.in(op, 2).width,
-                                          op.integer("latent_dim"), pairs)
-                          : span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs);
-    layer.kv_heads = latent ? 1 : op.integer("kv_heads");
+    layer.kv_heads = 1;
+    if (op.is(Op::latent_attention))
+      layer.layout =
+          latent_layout(limits.dtype, limits.span_size, program_.in(op, 2).width, op.integer("latent_dim"), pairs);
+    else if (op.is(Op::indexer))
+      layer.layout = index_layout(limits.dtype, limits.span_size, program_.in(op, 2).width, pairs);
+    else if (op.is(Op::span_attention))
+      layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs),
+      layer.kv_heads = op.integer("kv_heads");
+    else continue;
     const LayerCache& found = layers.emplace(op.integer("layer"), layer).first->second;
     if (found.layout.bytes != layer.layout.bytes || found.layout.head_dim != layer.layout.head_dim ||
         found.kv_heads != layer.kv_heads)
@@ -239,6 +245,9 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
         converted = std::max(converted, entries * (row ? row : m.inputs * sizeof(float)));
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
+      if (op.is(Op::indexer))
+        all.indexed = std::max(all.indexed, indexer_bytes(core_.pool.size(), limits_.max_length,
+                                                          program_.in(op, 1).width, program_.in(op, 2).width));
       if (op.is(Op::lora))
         all.lora = std::max(all.lora, lora_bytes(adapters_->limits, max_rows(op.inputs[1]), (int)ops[i].parts.size()));
     }
@@ -290,6 +299,7 @@ void CpuRunner::allocate(const Needs& needs) {
   scratch_.row_bytes = (needs.widest * sizeof(float) + 63) / 64 * 64;
   scratch_.rows = Buffer(core_.pool.size() * scratch_.row_bytes, "norms");
   scratch_.lora = Buffer(needs.lora, "adapters' products");
+  scratch_.indexed = Buffer(needs.indexed, "an indexer's scores");
 }
 
 int CpuRunner::state_spans() const {

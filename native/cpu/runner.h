@@ -59,7 +59,7 @@ class CpuRunner : public Runner {
   };
   // Sizes of the memory that the forms share.
   struct Needs {
-    size_t activations = 0, attended = 0, gated = 0, converted = 0, widest = 0, lora = 0;
+    size_t activations = 0, attended = 0, gated = 0, converted = 0, widest = 0, lora = 0, indexed = 0;
   };
   void allocate_cache(const CacheLimits& limits);
   void allocate(const Needs& needs);

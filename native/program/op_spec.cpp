@@ -1,5 +1,6 @@
 #include "program/op_spec.h"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "program/program.h"
@@ -107,6 +108,10 @@ void check_rms_norm(const Program& p, const OpNode& op) {
   vector_is(p, op, 0, p.in(op).width);
 }
 
+void check_layer_norm(const Program& p, const OpNode& op) {
+  for (int i = 0; i < 2; i++) vector_is(p, op, i, p.in(op).width);
+}
+
 void check_linear(const Program& p, const OpNode& op) {
   const WeightSpec& m = matrix(p, op, 0);
   width_is(op, p.in(op), m.k, "input");
@@ -169,25 +174,41 @@ void check_span_attention(const Program& p, const OpNode& op) {
   for (int i = 0; i < vectors; i++) vector_is(p, op, i, q_heads);
 }
 
-void check_latent_attention(const Program& p, const OpNode& op) {
-  const long latent = op.integer("latent_dim"), rope = op.integer("rope_dim"), layer = op.integer("layer"),
-             number = op.integer("cache_group"), heads = p.out(op).width / latent;
-  if (heads * latent != p.out(op).width || heads < 1 || layer < 0)
-    throw wrong(op, "invalid layer, or " + std::to_string(p.out(op).width) + " columns that are not heads of " +
-                        std::to_string(latent));
-  width_is(op, p.in(op), heads * latent, "input");
-  if (p.in(op, 1).width < heads * rope)
-    throw wrong(op, "its second input has fewer than " + std::to_string(heads) + " heads of " + std::to_string(rope));
-  width_is(op, p.in(op, 2), latent + rope, "third input");
-  for (int i = 0; i < 3; i++)
-    if (p.in(op, i).rows != kAllRows) throw wrong(op, "its inputs must have a row for each token");
+// Of ops that keep something of each position in a latent cache.
+void check_cached_rows(const Program& p, const OpNode& op) {
+  const long layer = op.integer("layer"), number = op.integer("cache_group");
+  for (int input : op.inputs)
+    if (p.tensors()[input].rows != kAllRows) throw wrong(op, "its inputs must have a row for each token");
+  if (layer < 0) throw wrong(op, "layer is " + std::to_string(layer) + ", expected at least 0");
   if (number >= (long)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(number));
   if (p.cache_groups()[number].kind != CacheKind::latent)
     throw wrong(op, "cache group " + std::to_string(number) + " is " + name_of(p.cache_groups()[number].kind) +
                         ", expected latent");
   for (const OpNode& other : p.ops())
-    if (other.spec == op.spec && other.integer("cache_group") == number && other.integer("layer") == layer)
+    if ((other.is(Op::latent_attention) || other.is(Op::indexer)) && other.integer("cache_group") == number &&
+        other.integer("layer") == layer)
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
+}
+
+void check_latent_attention(const Program& p, const OpNode& op) {
+  const long latent = op.integer("latent_dim"), rope = op.integer("rope_dim"), heads = p.out(op).width / latent;
+  if (heads * latent != p.out(op).width || heads < 1)
+    throw wrong(op, std::to_string(p.out(op).width) + " columns that are not heads of " + std::to_string(latent));
+  width_is(op, p.in(op), heads * latent, "input");
+  if (p.in(op, 1).width < heads * rope)
+    throw wrong(op, "its second input has fewer than " + std::to_string(heads) + " heads of " + std::to_string(rope));
+  width_is(op, p.in(op, 2), latent + rope, "third input");
+  if (op.inputs.size() > 3) {
+    const auto made = [&](const OpNode& other) { return other.is(Op::indexer) && has(other.outputs, op.inputs[3]); };
+    if (std::none_of(p.ops().begin(), p.ops().end(), made)) throw wrong(op, "its fourth input is no indexer's output");
+  }
+  check_cached_rows(p, op);
+}
+
+void check_indexer(const Program& p, const OpNode& op) {
+  const long heads = p.in(op, 1).width, dim = p.in(op, 2).width;
+  width_is(op, p.in(op), heads * dim, "input");
+  check_cached_rows(p, op);
 }
 
 void check_head_linear(const Program& p, const OpNode& op) {
@@ -350,9 +371,16 @@ Cost cost_span_attention(const Program& p, const OpNode& op, const StepSize& siz
 }
 
 Cost cost_latent_attention(const Program& p, const OpNode& op, const StepSize& size) {
-  const double cache = (size.context + size.rows) * size.position_bytes;  // read and written
   const double heads = p.out(op).width / op.integer("latent_dim");
-  return {moved(p, op, size) + cache, size.seen * heads * (4 * op.integer("latent_dim") + 2 * op.integer("rope_dim"))};
+  double seen = size.seen, read = size.context;
+  if (op.inputs.size() > 3) seen = std::min(seen, size.rows * p.in(op, 3).width), read = std::min(read, seen);
+  const double cache = (read + size.rows) * size.position_bytes;  // read and written
+  return {moved(p, op, size) + cache, seen * heads * (4 * op.integer("latent_dim") + 2 * op.integer("rope_dim"))};
+}
+
+Cost cost_indexer(const Program& p, const OpNode& op, const StepSize& size) {
+  const double cache = (size.context + size.rows) * size.position_bytes;  // read and written
+  return {moved(p, op, size) + cache, size.seen * p.in(op, 1).width * (2 * p.in(op, 2).width + 3)};
 }
 
 Cost cost_head_linear(const Program& p, const OpNode& op, const StepSize& size) {

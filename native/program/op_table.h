@@ -19,6 +19,8 @@ OP(all_reduce, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, co
 // unit_offset: the weight is 1 + w.
 OP(rms_norm, kOne, kOne, kOne, false, RowRule::as_input, {number("eps"), flag("unit_offset")},
    check_rms_norm, each_value<4>)
+// Each row less its mean, divided by its standard deviation; times the first weight, plus the second.
+OP(layer_norm, kOne, kOne, kTwo, true, RowRule::as_input, {number("eps")}, check_layer_norm, each_value<8>)
 OP(linear, kOne, kOne, {1, 2}, false, RowRule::as_input, {}, check_linear, cost_linear)
 OP(head_norm, kOne, kOne, kOne, true, RowRule::as_input,
    {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset", RankRule::offset),
@@ -54,11 +56,18 @@ OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
    check_span_attention, cost_span_attention)
 // Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of
 // the queries, `rope_dim` a head, in the first columns; and the row that the cache keeps, [latent | rotated key].
-// Scores are scale * q row over both parts; a head's output is the weighted sum of latents.
-OP(latent_attention, {3, 3}, kOne, kNone, false, RowRule::as_input,
+// Scores are scale * q row over both parts; a head's output is the weighted sum of latents. With a fourth input, that of
+// an indexer, a row sees the positions that it selects.
+OP(latent_attention, {3, 4}, kOne, kNone, false, RowRule::as_input,
    {whole("layer"), positive(whole("latent_dim")), positive(whole("rope_dim")), number("scale"),
     within(whole_or("cache_group", 0), 0, 255)},
    check_latent_attention, cost_latent_attention)
+// DeepSeek-V3.2's lightning indexer. Inputs: queries, a weight for each head, and the key, which the cache keeps as a
+// layer of its own. A row scores each position up to its own by the sum over heads of weight *
+// max(0, query key), and outputs the positions with the largest scores, as many as the output is wide: ascending, then
+// -1. The lowest position wins ties.
+OP(indexer, {3, 3}, kOne, kNone, false, RowRule::as_input,
+   {whole("layer"), within(whole_or("cache_group", 0), 0, 255)}, check_indexer, cost_indexer)
 // Multiplies each head with its matrix from a stack. Heads are the columns from `offset` on (of block `block`).
 OP(head_linear, kOne, kOne, kOne, false, RowRule::as_input,
    {within(whole_or("block", 0, Scope::graph), 0, 255), at_least_0(of_rank("offset", RankRule::offset)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from allspark_client import AsCacheMode
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
+from allspark_server.models.config import read_config
 from allspark_server.runtime.native import native_library
 from reference.loading import logits_after, model_runner
 from support.checkpoints import (
+    INDEXED,
     LATENT,
     PROMPT_LENGTHS,
     check_greedy,
@@ -29,7 +32,7 @@ from support.checkpoints import (
     reference_logits,
 )
 from support.driver import Driver, together
-from support.quantized_checkpoints import assert_equal, recovered, scheme_pair
+from support.quantized_checkpoints import DEEPSEEK, assert_equal, float8_blocks, recovered, scheme_pair, write_pair
 
 RANKS = (1, 2, 3, 4)
 
@@ -161,6 +164,41 @@ def test_a_quantized_kv_b_proj_of_another_shape_is_refused(tmp_path):
         Driver(quantized, 1)
 
 
+# -- indexers ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("fields, problem", [
+    ({"index_topk": 0}, "'index_topk' .*is 0"),
+    ({"index_head_dim": 7}, r"'index_head_dim' .*is 7: it must be at least qk_rope_head_dim \(8\)"),
+    ({"q_lora_rank": None}, "'q_lora_rank' .*is missing"),
+    ({"indexer_types": ["shared", "full", "full"]}, "'indexer_types' .*must hold 'full' or 'shared'"),
+    ({"indexer_types": None, "index_topk_pattern": "FX"}, "'indexer_types' .*must hold 'full' or 'shared'"),
+])
+def test_fields_of_an_indexer_that_are_refused(fields, problem, tmp_path):
+    config = json.loads((checkpoint("deepseek-v32") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(AllSparkError, match=problem):
+        read_config(tmp_path)
+
+
+def test_fp8_blocks_of_a_model_with_an_indexer(tmp_path):
+    """As DeepSeek-V3.2 is published."""
+    sizes = {"index_n_heads": 13, "index_head_dim": 24, "index_topk": 50}
+    spec = replace(DEEPSEEK, family="deepseek_v32", fields=DEEPSEEK.fields | sizes)
+    quantized, twin = write_pair(tmp_path, spec, *float8_blocks(128, 128), seed=5)
+    expected, _ = recovered(twin, 1, weight_dtype="float32")
+    found, info = recovered(quantized, 2)
+    assert_equal(found, expected)
+    assert info.weight_dtype == "e4m3" and any("indexer.wq_b" in name for name in found)
+
+
+def test_layers_that_share_a_selection(tmp_path):
+    config = json.loads((checkpoint("glm-moe-dsa") / "config.json").read_text())
+    for fields, shared in (({"indexer_types": ["full", "shared", "full"]}, (1,)),
+                           ({"index_topk_pattern": "FSS"}, (1, 2)),
+                           ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, (1,)), ({}, ())):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "indexer_types": None, **fields}))
+        assert read_config(tmp_path).latent.indexer.shared == shared
+
+
 # -- the cache in int8 -------------------------------------------------------------------------------------------------
 INT8 = {"cache_mode": AsCacheMode.AsCacheQuantI8}
 
@@ -182,7 +220,8 @@ def test_an_int8_cache(name):
     for world in (1, 2):
         with Driver(checkpoint(name), world, **INT8) as driver:
             error = driver.generate(prompts[2], 1)[1][0] - reference
-        assert np.sqrt(np.mean(error ** 2)) / reference.std() < 0.05
+        # An indexer's keys are rounded, too, so it selects some other positions.
+        assert np.sqrt(np.mean(error ** 2)) / reference.std() < (0.2 if name in INDEXED else 0.05)
 
 
 def test_bytes_of_an_int8_cache():

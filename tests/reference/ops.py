@@ -315,9 +315,37 @@ def latent_attention(rank, op, x, w):
     out = np.empty_like(absorbed)
     for i, (row, table) in enumerate(zip(rank.batch.rows, tables)):
         seen = np.arange(row.position + 1)
+        if len(x) > 3:
+            seen = x[3][i][x[3][i] >= 0].astype(int)
         rows = cache[[table[p // size] for p in seen], seen % size]
         out[i] = softmax(queries[i] @ rows.T * attrs["scale"]) @ rows[:, :latent]
     return out.reshape(len(x[0]), -1)
+
+
+@op
+def layer_norm(rank, op, x, w):
+    centered = x[0] - x[0].mean(axis=1, keepdims=True)
+    return centered / np.sqrt((centered ** 2).mean(axis=1, keepdims=True) + op["attributes"]["eps"]) * w[0] + w[1]
+
+
+@op
+def indexer(rank, op, x, w):
+    attrs, (queries, weights, keys) = op["attributes"], x
+    heads, dim = weights.shape[1], keys.shape[1]
+    count, size = rank.program.tensors[op["outputs"][0]][0], rank.limits.span_size
+    cache = rank.cache(attrs["cache_group"], attrs["layer"], 1, dim)[:, :, 0, 0]
+    tables = [rank.slots[row.slot].spans[attrs["cache_group"]] for row in rank.batch.rows]
+    for row, table, key in zip(rank.batch.rows, tables, keys):
+        cache[table[row.position // size], row.position % size] = key
+    out = np.full((len(keys), count), -1.0)
+    for i, (row, table) in enumerate(zip(rank.batch.rows, tables)):
+        seen = np.arange(row.position + 1)
+        rows = cache[[table[p // size] for p in seen], seen % size]
+        scores = weights[i] @ np.maximum(queries[i].reshape(heads, dim) @ rows.T, 0)
+        # Equal keys have equal scores only after rounding: a product's sums depend on the place of its row.
+        best = np.sort(np.argsort(-scores.astype(np.float32), kind="stable")[:count])
+        out[i, :len(best)] = best
+    return out
 
 
 @op

@@ -223,15 +223,11 @@ def test_attention_with(variant, cache, tolerance):
     compare(own, tolerance, cache=cache)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("cache", [cache for cache, _ in CACHES])
-@pytest.mark.parametrize("window", [0, 1, 100, 128, 300, 1100])
-def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
-    """Contexts of several KV splits, the first of which a window leaves behind."""
+def same_in_chunks(model, cache: str, threads: int, chunks=(1290, 333, 47)) -> None:
+    """The same bits of long prompts in steps of many rows and of few, near the reference with a cache of floats."""
     results, lengths = [], [1290, 515]
-    for chunk in (1290, 333, 47):
-        own = Toy(7)
-        own.finish(own.attention(embedded(own, 4 * 16), 2, 1, 16, window=window))
+    for chunk in chunks:
+        own = model()
         executor, rng = compiled(own, threads, dtype=cache, long=True), np.random.default_rng(3)
         found = []
         for slot, length in enumerate(lengths):
@@ -244,7 +240,7 @@ def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
                 new = False
             found.append(result.logits.tobytes())
         results.append(found)
-    assert results[0] == results[1] == results[2]
+    assert all(found == results[0] for found in results)
     if cache == "float32":
         rng = np.random.default_rng(3)
         for slot, length in enumerate(lengths):
@@ -253,6 +249,19 @@ def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
                 plan([item(0, length, SAMPLE, spans=spans_for(length))], [start(0, prompt)])).logits
             error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
             assert error <= EXACT * np.sqrt(np.mean(expected**2))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("cache", [cache for cache, _ in CACHES])
+@pytest.mark.parametrize("window", [0, 1, 100, 128, 300, 1100])
+def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
+    """Contexts of several KV splits, the first of which a window leaves behind."""
+    def model():
+        own = Toy(7)
+        own.finish(own.attention(embedded(own, 4 * 16), 2, 1, 16, window=window))
+        return own
+
+    same_in_chunks(model, cache, threads)
 
 
 @pytest.mark.parametrize("inner", [1, 5, 37])
@@ -292,6 +301,78 @@ def test_latent_attention(heads, latent, rope, threads, dtype, tolerance):
     own.finish(own.op("latent_attention", (absorbed, rotated, kept), heads * latent, layer=0, latent_dim=latent,
                       rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope))))
     compare(own, tolerance, threads, dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_layer_norm(width, threads):
+    own = toy()
+    x = embedded(own, width)
+    own.op("layer_norm", (x,), weights=(own.vector(width), own.vector(width)), eps=1e-6)
+    own.finish(x)
+    compare(own, threads=threads)
+
+
+def indexed(own: Toy, heads: int, dim: int, selected: int, layer: int = 1) -> tuple[int, int]:
+    """Rows of 31 small integers, and an indexer's selection. Its queries, weights and keys are sums of these, which no
+    type of the cache rounds, so scores are exact.
+    """
+    def integers(*shape):
+        return own.rng.integers(-1, 2, shape).astype(float)
+
+    x = own.embedding(VOCAB, 31, integers(VOCAB, 31))
+    inputs = (own.op("linear", (x,), width, (own.matrix(width, 31, integers(width, 31)),))
+              for width in (heads * dim, heads, dim))
+    return x, own.op("indexer", tuple(inputs), selected, layer=layer)
+
+
+def selective(own: Toy, heads: int, latent: int, rope: int, selected: int) -> int:
+    """Latent attention over the positions that an indexer selects."""
+    x, seen = indexed(own, 18, 24, selected)
+    absorbed, rotated, kept = (own.op("linear", (x,), width, (own.matrix(width, 31),))
+                               for width in (heads * latent, heads * rope + 3, latent + rope))
+    return own.op("latent_attention", (absorbed, rotated, kept, seen), heads * latent, layer=0, latent_dim=latent,
+                  rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope)))
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 2e-2), ("int8", 5e-2)])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("heads, latent, rope, selected", [(1, 1, 1, 1), (3, 20, 6, 7), (16, 64, 16, 16),
+                                                           (17, 33, 7, 33), (5, 131, 64, 128)])
+def test_attention_over_selected_positions(heads, latent, rope, selected, threads, dtype, tolerance):
+    own = Toy(SEED, groups=(("latent", 0),))
+    own.finish(selective(own, heads, latent, rope, selected))
+    compare(own, tolerance, threads, dtype)
+
+
+@pytest.mark.parametrize("threads, cache", [(1, "float32"), (3, "float32"), (3, "bfloat16"), (3, "int8")])
+@pytest.mark.parametrize("selected", [1, 128, 300])
+def test_bits_of_selected_positions_do_not_depend_on_chunks(selected, threads, cache):
+    """Tokens repeat, so many scores are equal."""
+    def model():
+        own = Toy(7, groups=(("latent", 0),))
+        own.finish(selective(own, 20, 12, 4, selected))
+        return own
+
+    same_in_chunks(model, cache, threads, (1290, 333, 47, 7))
+
+
+@pytest.mark.parametrize("threads, selected, heads, dim", [
+    (1, 1, 1, 1), (3, 50, 3, 7), (3, 129, 17, 33), (1, 700, 16, 32), (3, 129, 64, 128)])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+def test_indexer(threads, selected, heads, dim, cache):
+    """The positions themselves."""
+    own = Toy(SEED, groups=(("latent", 0),))
+    own.finish(indexed(own, heads, dim, selected, layer=0)[1])
+    executor = compiled(own, threads, dtype=cache, long=True)
+    runner = own.runner(num_spans=(128,), max_length=2048, max_rows=2048)
+    given = [own.rng.integers(0, VOCAB, length).tolist() for length in (1, 131, 20, 716, 301)]
+    rows = [(1, SAMPLE), (131, SAMPLE), (20, SAMPLE), (700, 0), (301, SAMPLE)]
+    work = [item(slot, count, flags, spans=spans_for(count, (0, 1, 10, 12, 60)[slot]))
+            for slot, (count, flags) in enumerate(rows)]
+    for data in (plan(work, [start(slot, prompt) for slot, prompt in enumerate(given)]),  # many rows, then few
+                 plan([item(3, 16, SAMPLE, spans=[80])])):
+        np.testing.assert_array_equal(executor.step(data, True).logits, runner.step(data).logits)
 
 
 # -- layers with a state -----------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from allspark_server.runtime.plan import SamplingParams
 ABSENT = {("rotary_table", name) for name in ("temporal", "height", "width", "interleaved_sections")}
 # Which place in memory is used, not what is computed.
 PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("latent_attention", "layer"),
-          ("latent_attention", "cache_group"), ("rope", "table"), ("rotary_table", "table"),
+          ("latent_attention", "cache_group"), ("indexer", "layer"), ("indexer", "cache_group"), ("rope", "table"),
+          ("rotary_table", "table"),
           ("lora", "target")}
 # Of draft heads: they copy rows, and which tokens come out does not depend on drafts.
 OF_DRAFT_HEADS = {"keep_hidden", "kept_hidden", "concat"}
@@ -55,6 +56,8 @@ MODELS = {
                   lambda e: digest._run(e, (3, 63, 130))),
     "latent": (lambda empty: digest._latent("float32", 0, "float32", empty=empty),
                lambda e: digest._run(e, (3, 63, 130), groups=2)),
+    "indexer": (lambda empty: digest._latent("float32", 0, "float32", empty=empty, selected=40),
+                lambda e: digest._run(e, (3, 63, 130), groups=2)),
     **{f"variant {long}": (lambda empty, long=long: digest._variant("float32", 0, empty, long), digest._run_variant)
        for long in (False, True)},
 }

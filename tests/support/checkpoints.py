@@ -292,8 +292,24 @@ LATENT = {
                                                         qk_nope_head_dim=16, v_head_dim=16,
                                                         mlp_layer_types=["dense", "sparse"], **_LATENT)
                                 | _rope("default", 1e4)),
+    # An indexer in every layer, with more heads than a tile of attention has rows.
+    "deepseek-v32": Spec("deepseek_v32", _sizes(72, 7, 7, 151, 3, moe_intermediate_size=176, n_routed_experts=8,
+                                                num_experts_per_tok=3, first_k_dense_replace=1, n_shared_experts=1,
+                                                q_lora_rank=40, kv_lora_rank=24, qk_nope_head_dim=12, v_head_dim=20,
+                                                n_group=4, topk_group=2, routed_scaling_factor=2.5, index_n_heads=19,
+                                                index_head_dim=24, index_topk=50, **_LATENT)
+                         | _rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=64, mscale=1.0,
+                                 mscale_all_dim=1.0, beta_fast=32, beta_slow=1)),
+    # A layer with the selection of the one before it; two tiles of heads, two blocks of selected positions.
+    "glm-moe-dsa": Spec("glm_moe_dsa", _sizes(80, 19, 19, 97, 3, moe_intermediate_size=37, n_routed_experts=5,
+                                              num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1,
+                                              q_lora_rank=17, kv_lora_rank=33, qk_nope_head_dim=5, v_head_dim=6,
+                                              indexer_types=["full", "shared", "full"], index_n_heads=12,
+                                              index_head_dim=37, index_topk=130, **_LATENT) | _rope("default", 1e5)),
 }
 """Latent attention, stored as float32."""
+
+INDEXED = ("deepseek-v32", "glm-moe-dsa")
 
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
 
@@ -322,6 +338,8 @@ _CLASSES = {
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
+    "glm_moe_dsa": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),

@@ -322,18 +322,24 @@ inline float exponentials(float* row, bool none, int padded, float* maximum) {
   return vsum(sum);
 }
 
+// Scores with all groups of keys, to out [rows][kBlockTokens].
+template <typename C>
+void scores_of(const AttentionTile& a, float* out) {
+  for (int t = 0; t < a.tokens; t += kKeyGroup) {
+    const Block at = block_at(*a.layout, a.spans, t), ahead = block_at(*a.layout, a.next, t);
+    for (int r = 0; r < a.rows; r += QR)
+      with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
+        scores_floats<rows, C>(at.keys, r ? at.keys : ahead.keys, a, r, out + r * kBlockTokens + t);
+      });
+  }
+}
+
 template <typename C>
 void attend_floats(const AttentionTile& a) {
   const SpanLayout& s = *a.layout;
   alignas(64) float p[kTileRows * kBlockTokens];
   const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, blocks = s.padded_dim / 16;
-  for (int t = 0; t < padded; t += kKeyGroup) {
-    const Block at = block_at(s, a.spans, t), ahead = block_at(s, a.next, t);
-    for (int r = 0; r < a.rows; r += QR)
-      with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
-        scores_floats<rows, C>(at.keys, r ? at.keys : ahead.keys, a, r, p + r * kBlockTokens + t);
-      });
-  }
+  scores_of<C>(a, p);
   for (int r = 0; r < a.rows; r++) {
     const Seen seen = seen_by(a, r);
     mask_scores(a, r, seen, padded, p + r * kBlockTokens);
@@ -518,6 +524,28 @@ void mend_rows(const AttentionTile& a) {
 void attend(const AttentionTile* tiles, int count) {
   attend_all(tiles, count);
   for (int i = 0; i < count; i++) mend_rows(tiles[i]);
+}
+
+void index_scores(const AttentionTile* tiles, int count, const float* weights, float* out) {
+  alignas(64) float scores[kTileRows * kBlockTokens];
+  for (int i = 0; i < count; i++) {
+    const AttentionTile& a = tiles[i];
+#if defined(AS_ISA_AVX512_BF16)
+    if (a.layout->pairs) scores_bf16(a, scores);
+    else scores_of<FloatCache<float>>(a, scores);
+#else
+    if (a.layout->dtype == DType::bf16) scores_of<FloatCache<uint16_t>>(a, scores);
+    else scores_of<FloatCache<float>>(a, scores);
+#endif
+    for (int t = 0; t < a.tokens; t += kKeyGroup)
+      for (int v = 0; v < KV; v++) {
+        vf sum = i ? vload(out + t + v * W) : vzero();
+        for (int r = 0; r < a.rows; r++)
+          sum =
+              vfma(vset(weights[i * kTileRows + r]), vmax(vzero(), vload(scores + r * kBlockTokens + t + v * W)), sum);
+        vstore(out + t + v * W, sum);
+      }
+  }
 }
 
 void end_attention() {

@@ -238,6 +238,11 @@ void finish(Steps& steps) {
   while (steps.left() > 0) steps.step();
 }
 
+void score_tile(const AttentionTile& a, Scores& scores) {
+  ScoreSteps steps(a, scores);
+  finish(steps);
+}
+
 // Pipelines the tiles: while the vector units compute a tile's softmax, the tile unit computes the previous tile's
 // values and the next tile's scores.
 void attend_tiles(const AttentionTile* tiles, int count) {
@@ -368,14 +373,18 @@ void in_parts(const AttentionTile& a, F&& f) {
     });
 }
 
-void attend_tile(const AttentionTile& a) {
-  alignas(64) Scores scores;
-  alignas(64) Weights weights;
+void score_tile(const AttentionTile& a, Scores& scores) {
   in_parts(a, [&](int r, auto rows, auto cold) {
     int t = 0;
     for (; t + 2 * kKeyGroup <= a.tokens; t += 2 * kKeyGroup) score_rows<rows, 2, cold>(a, r, t, scores[r] + t);
     for (; t < a.tokens; t += kKeyGroup) score_rows<rows, 1, cold>(a, r, t, scores[r] + t);
   });
+}
+
+void attend_tile(const AttentionTile& a) {
+  alignas(64) Scores scores;
+  alignas(64) Weights weights;
+  score_tile(a, scores);
   soften(a, scores, weights, [] {});
   in_parts(a, [&](int r, auto rows, auto cold) { weigh_columns<cold, rows>(a, weights, r); });
 }
@@ -397,6 +406,8 @@ void convert_queries_bf16(const AttentionTile& a, char* out) {
 }
 
 void attend_bf16(const AttentionTile* tiles, int count) { attend_tiles(tiles, count); }
+
+void scores_bf16(const AttentionTile& a, float* out) { score_tile(a, *reinterpret_cast<Scores*>(out)); }
 
 void end_attention_bf16() {
 #if defined(AS_ISA_AMX)

@@ -99,7 +99,11 @@ struct Kernels {
                       int tokens, char* out);
   void (*attend)(const AttentionTile* tiles,
                  int count);  // of `count` tiles of one block: a tile's softmax overlaps with other tiles' products
-  void (*end_attention)();    // called by AttentionScope
+  // Scores of an indexer's row for a block: out[t] = the sum over heads of weight * max(0, query key), in this order.
+  // The tiles, of layout index_layout() and scale 1, are the row's heads, kTileRows each but the last. Whole groups of
+  // keys are read and written.
+  void (*index_scores)(const AttentionTile* tiles, int count, const float* weights, float* out);
+  void (*end_attention)();  // called by AttentionScope
   // Merges the next block's partial results (for each row a maximum, a sum and [padded_dim]) into the running ones.
   void (*merge)(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,
                 const float* block_out, int padded_dim);

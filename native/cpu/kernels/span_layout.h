@@ -102,10 +102,18 @@ inline SpanLayout packed_layout(const SpanLayout& latent, int tokens, int value_
   return s;
 }
 
+// The layout of one span of an indexer's keys: keys alone, of a float32 cache in float32, else in bfloat16.
+inline SpanLayout index_layout(DType cache, int span_size, int head_dim, bool bf16_pairs) {
+  SpanLayout s = span_layout(cache == DType::f32 ? DType::f32 : DType::bf16, span_size, head_dim, bf16_pairs);
+  s.padded_dim = 0, s.value_bytes = 0, s.bytes = s.scale_offset = s.value_offset;
+  return s;
+}
+
 // Writes a token's row [head_dim] of a latent cache. Threads may write different tokens in parallel.
 void write_latent(const SpanLayout& layout, char* span, int token, const float* row);
 
-// Writes a token's key and value, [head_dim] each (cache.cpp). Threads may write different pairs of tokens in parallel.
+// Writes a token's key and value, [head_dim] each (cache.cpp). value: null for a layout with keys alone. Threads may
+// write different pairs of tokens in parallel.
 void write_token(const SpanLayout& layout, char* span, int token, const float* key, const float* value);
 
 }  // namespace as

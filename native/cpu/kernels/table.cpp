@@ -47,6 +47,7 @@ const Kernels& kernels() {
     k.convert_queries = convert_queries;
     k.pack_latent = pack_latent;
     k.attend = attend;
+    k.index_scores = index_scores;
     k.end_attention = end_attention;
     k.merge = merge;
     k.rope = rope;

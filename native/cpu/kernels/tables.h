@@ -51,12 +51,14 @@ void convert_queries(const AttentionTile& tile, char* out);
 void pack_latent(const SpanLayout& packed, const void* const* spans, const void* const* next, int span_size, int tokens,
                  char* out);
 void attend(const AttentionTile* tiles, int count);
+void index_scores(const AttentionTile* tiles, int count, const float* weights, float* out);
 void end_attention();
 // Applies soft cap and slopes to a row's scores with the block's first n tokens, after multiplying them by factor.
 void bend_scores(const AttentionTile& a, int row, float factor, float* scores, int n);
 #if defined(AS_ISA_AVX512_BF16)
 void convert_queries_bf16(const AttentionTile& tile, char* out);
 void attend_bf16(const AttentionTile* tiles, int count);
+void scores_bf16(const AttentionTile& a, float* out);  // products with the keys, [rows][kBlockTokens]
 void end_attention_bf16();
 #endif
 void merge(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,

@@ -11,13 +11,14 @@ namespace {
 
 size_t partial_floats_of(const SpanLayout& layout) { return (size_t)kTileRows * (2 + layout.padded_dim); }
 
+int blocks_of(int length) { return (length + kBlockTokens - 1) / kBlockTokens; }
 int runs_of(int blocks) { return (blocks + kRunBlocks - 1) / kRunBlocks; }
 int runs_of(int begin, int end) { return runs_of(end) - begin / kRunBlocks; }
 
 // Where one thread's part ends and the next one's begins, at most one tile and one of its runs are shared. This memory
 // also suffices for the parts of the longest context.
 size_t partials_of(int threads, int max_length) {
-  return (size_t)(threads - 1) * (runs_of((max_length + kBlockTokens - 1) / kBlockTokens) + kRunBlocks - 1);
+  return (size_t)(threads - 1) * (runs_of(blocks_of(max_length)) + kRunBlocks - 1);
 }
 
 }  // namespace
@@ -25,7 +26,8 @@ size_t partials_of(int threads, int max_length) {
 size_t attention_scratch_bytes(const SpanLayout& layout) {
   const size_t heads = kGroupTiles * kTileRows + 1;
   return kGroupTiles * (3 * partial_floats_of(layout) * sizeof(float) + query_bytes(layout)) +
-         heads * layout.query_dim() * sizeof(float) + (layout.row_bytes ? layout.bytes : 0);
+         heads * layout.query_dim() * sizeof(float) +
+         (layout.row_bytes ? layout.bytes + kBlockTokens * layout.row_bytes : 0);
 }
 
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length) {
@@ -55,6 +57,8 @@ void AttentionWork::make_tiles(const Batch& batch) {
   one_tile_a_key = true;
   for (const Item& item : batch.items) {
     one_tile_a_key &= item.count == 1;
+    // So many rows see all positions.
+    const int whole = shape.selected ? std::clamp(shape.selected - item.start, 0, item.count) : item.count;
     for (int kv = 0; kv < shape.kv_heads; kv++) {
       // Local query heads of this KV head. Global head h uses KV head h / group.
       const int global = kv + shape.kv_begin;
@@ -63,13 +67,16 @@ void AttentionWork::make_tiles(const Batch& batch) {
       one_tile_a_key &= head1 > head0 && head1 - head0 <= kTileRows;
       for (int h = head0; h < head1; h += kTileRows) {
         const int heads = std::min(kTileRows, head1 - h), step = std::max(1, kTileRows / heads);
-        for (int i = 0; i < item.count; i += step) {
-          const int positions = std::min(step, item.count - i), context = item.start + i + positions;
+        for (int i = 0; i < whole; i += step) {
+          const int positions = std::min(step, whole - i), context = item.start + i + positions;
           tiles.push_back({item.slot, item.row + i, item.start + i, positions, kv, h, h + heads,
-                           shape.first_seen(item.start + i) / kBlockTokens,
-                           (context + kBlockTokens - 1) / kBlockTokens});
+                           shape.first_seen(item.start + i) / kBlockTokens, blocks_of(context)});
         }
       }
+      for (int i = whole; i < item.count; i++)
+        for (int h = head0; h < head1; h += kTileRows)
+          tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0,
+                           blocks_of(shape.selected), shape.selected});
     }
   }
 }
@@ -112,9 +119,13 @@ void AttentionWork::make_units() {
   double total = 0;  // blocks; a group's are counted once, because reading them dominates
   for (int t = 0; t < (int)tiles.size(); t++) {
     const Tile& tile = tiles[t];
-    // A group's tiles have ascending positions of the same heads, so its last tile sees most.
-    const bool joins = !units.empty() && units.back().count < most && tiles[t - 1].slot == tile.slot &&
-                       tiles[t - 1].head0 == tile.head0;
+    // A group's tiles have ascending positions of the same heads, so its last tile sees most. Or they have the heads of
+    // one row, for which positions are selected.
+    const auto follows = [&](const Tile& last) {
+      if (tile.selected || last.selected) return tile.selected && tile.row == last.row;
+      return last.slot == tile.slot && last.head0 == tile.head0;
+    };
+    const bool joins = !units.empty() && units.back().count < most && follows(tiles[t - 1]);
     if (joins) total -= units.back().end - units.back().begin, units.back().count++;
     else units.push_back({t, 1, tile.first, 0});
     units.back().end = tile.blocks;

@@ -31,18 +31,22 @@ struct AttentionShape {
   int q_heads = 0, kv_heads = 0, head_dim = 0, q_head_begin = 0, group = 1, kv_begin = 0;
   int window = 0;    // how many positions a row sees; 0: all
   int rope_dim = 0;  // of a latent cache: features of keys after the head_dim that are values, too
+  int selected = 0;  // how many positions an indexer selects for a row that sees more; 0: there is none
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
-           group == o.group && kv_begin == o.kv_begin && window == o.window && rope_dim == o.rope_dim;
+           group == o.group && kv_begin == o.kv_begin && window == o.window && rope_dim == o.rope_dim &&
+           selected == o.selected;
   }
   // The first position that a row at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
 };
 
 // Query rows of one sequence that share a KV head: positions [position, position + positions), local query heads
-// [head0, head1). They see some of the context's blocks [first, blocks).
+// [head0, head1). They see some of the context's blocks [first, blocks). A row for which an indexer selects positions
+// has tiles of its own, whose context are those positions.
 struct Tile {
   int slot, row, position, positions, kv_head, head0, head1, first, blocks;
+  int selected = 0;  // how many positions are selected
   int pair = 0;      // if pairs are divided: its first pair
   int partial = -1;  // if several threads share it: the partial result of its first run
   int stride = 0;    // from one run's partial result to the next
@@ -51,7 +55,7 @@ struct Tile {
   int rows() const { return positions * heads(); }
   int first_run() const { return first / kRunBlocks; }
   bool begins_run(int block) const { return block % kRunBlocks == 0 || block == first; }
-  int context() const { return position + positions; }
+  int context() const { return selected ? selected : position + positions; }
 };
 
 // What is kept of a tile's block for merging when threads share the tile.
@@ -98,7 +102,7 @@ struct AttentionWork {
 // Bytes that attention of a geometry uses for partial results and queries.
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length);
 // Bytes of a thread's scratch memory: for a group's tiles, partial results of a block, a run and the total, converted
-// queries and the queries' heads; one more head; and a packed block of a latent cache.
+// queries and the queries' heads; one more head; a packed block of a latent cache, and its selected rows.
 size_t attention_scratch_bytes(const SpanLayout& layout);
 
 }  // namespace as

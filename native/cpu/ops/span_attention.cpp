@@ -1,9 +1,10 @@
 // span_attention: writes the new keys and values, then attends over blocks of context (attention_work.h divides the
 // work). Fused with head_norm and rope, heads are normed and rotated when they enter the cache or become queries.
 // latent_attention: the same with a latent cache, whose one row a token is key and value for all heads. A thread packs
-// each block for the kernels.
+// each block for the kernels. Where an indexer selects a row's positions, the thread first gathers their rows.
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <limits>
 
 #include "common/exact.h"
@@ -33,7 +34,7 @@ struct Scratchpad {
   float *partials, *runs, *results;  // of each tile of a group
   char* queries;
   float *heads, *key;
-  char* packed;  // a block of a latent cache
+  char *packed, *gathered;  // a block of a latent cache; its rows, if they are selected
 };
 
 class SpanAttention : public BoundOp {
@@ -47,6 +48,7 @@ class SpanAttention : public BoundOp {
     scale_ = (float)op.op.number("scale");
     if (latent) {
       rotated_ = op.in(1), rows_ = op.in(2);
+      if (shape_.selected) selected_ = op.in(3);
       return;
     }
     soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
@@ -98,7 +100,8 @@ class SpanAttention : public BoundOp {
   AttentionTile make_tile(const Tile& tile, char* queries, float* heads) const;
   int block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const;
   BlockSpans spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next, int next_block,
-                      char* packed) const;
+                      const Scratchpad& s) const;
+  void gather(const Batch& batch, const Tile& tile, int block, char* rows) const;
   void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
                   float* partial) const;
   void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
@@ -121,7 +124,8 @@ class SpanAttention : public BoundOp {
   LayerCache cache_;
   int cache_group_;  // which of a slot's span tables to use
   Tensor in_, out_;
-  Tensor rotated_, rows_;  // of latent_attention: the rotated part of queries; what the cache keeps
+  // Of latent_attention: the rotated part of queries; what the cache keeps; positions that an indexer selects.
+  Tensor rotated_, rows_, selected_;
   std::vector<HeadStep> steps_;
   float scale_, soft_cap_ = 0;
   double logn_ = 0;
@@ -138,6 +142,7 @@ Scratchpad SpanAttention::scratch(int thread) const {
   s.heads = reinterpret_cast<float*>(s.queries + kGroupTiles * query_bytes(layout_));
   s.key = s.heads + (size_t)kGroupTiles * kTileRows * layout_.query_dim();
   s.packed = reinterpret_cast<char*>(s.key + layout_.query_dim());
+  s.gathered = s.packed + layout_.bytes;
   return s;
 }
 
@@ -201,7 +206,7 @@ AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* h
         if (a.q[r] != room) std::copy_n(a.q[r], shape_.head_dim, room), a.q[r] = room;
         core_.k.scale(room, (float)(exact::log(position + 1) / exact::log(logn_)), shape_.head_dim);
       }
-      a.context[r] = position + 1, a.first[r] = shape_.first_seen(position);
+      a.context[r] = tile.selected ? tile.selected : position + 1, a.first[r] = shape_.first_seen(position);
       if (slopes_) a.slopes[r] = slopes_[tile.head0 + h];
     }
   }
@@ -224,15 +229,35 @@ int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, 
 
 // The spans of a tile's block, and of the block to prefetch meanwhile. The block of a latent cache is packed.
 SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next,
-                                                  int next_block, char* packed) const {
+                                                  int next_block, const Scratchpad& s) const {
   BlockSpans found;
-  const int count = block_spans(batch, tile, block, found.block);
-  for (int i = block_spans(batch, next, next_block, found.next); i < count; i++) found.next[i] = found.block[i];
+  int span_size = cache_.layout.span_size;
+  if (tile.selected) {
+    gather(batch, tile, block, s.gathered);
+    found.block[0] = found.next[0] = s.gathered, span_size = kBlockTokens;
+  } else {
+    const int count = block_spans(batch, tile, block, found.block);
+    int i = next.selected ? 0 : block_spans(batch, next, next_block, found.next);
+    for (; i < count; i++) found.next[i] = found.block[i];
+  }
   if (!shape_.rope_dim) return found;
   const int tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
-  core_.k.pack_latent(layout_, found.block, found.next, cache_.layout.span_size, tokens, packed);
-  found.packed = packed;
+  core_.k.pack_latent(layout_, found.block, found.next, span_size, tokens, s.packed);
+  found.packed = s.packed;
   return found;
+}
+
+// Copies the cache's rows of a block of selected positions.
+void SpanAttention::gather(const Batch& batch, const Tile& tile, int block, char* rows) const {
+  const std::vector<int32_t>& spans = batch.slot(tile.slot).spans[cache_group_];
+  const SpanLayout& stored = cache_.layout;
+  const float* positions = selected_.row(tile.row) + block * kBlockTokens;
+  const int tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
+  for (int i = 0; i < tokens; i++, rows += stored.row_bytes) {
+    const int position = (int)positions[i];
+    const char* span = cache_.span(spans[position / stored.span_size], 0);
+    std::memcpy(rows, span + position % stored.span_size * stored.row_bytes, stored.row_bytes);
+  }
 }
 
 // partial: kTileRows maxima, then kTileRows sums, then the rows' vectors.
@@ -301,12 +326,12 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
                              s.heads + (size_t)i * kTileRows * layout_.query_dim());
   if (work_->one_tile_a_key && unit.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
   Tile all = longest;  // covers all tiles' positions, to locate the spans
-  all.position = tiles->position, all.positions = longest.context() - all.position;
+  all.position = tiles->position, all.positions = longest.position + longest.positions - all.position;
   int first = 0, last = 0;  // tiles [first, last) see the block
   for (int b = unit.begin; b < unit.end; b++) {
     while (b >= tiles[first].blocks) first++;
     while (last < unit.count && tiles[last].first <= b) last++;
-    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, unit.end - 1), s.packed);
+    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, unit.end - 1), s);
     for (int i = first; i < last; i++)
       take_block(converted[i], tiles[i], b, spans, i == first, s.partials + i * floats);
     core_.k.attend(converted + first, last - first);
@@ -343,7 +368,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
     const int block = pair.block;
     if (p == p0 || block == tile.first) converted = make_tile(tile, s.queries, s.heads);
     if (work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
-    const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block, s.packed);
+    const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block, s);
     float* partial = pair.kept == Kept::block ? work.partial(pair.partial) : s.partials;
     take_block(converted, tile, block, spans, true, partial);
     core_.k.attend(&converted, 1);
@@ -440,6 +465,7 @@ static std::unique_ptr<BoundOp> bind_latent_attention(const Binding& b) {
   AttentionShape shape;
   shape.head_dim = part.op.integer("latent_dim"), shape.rope_dim = part.op.integer("rope_dim");
   shape.q_heads = shape.group = part.out().width / shape.head_dim, shape.kv_heads = 1;
+  if (part.inputs.size() > 3) shape.selected = part.in(3).width;
   const SpanLayout& stored = b.cache.layer(part.op.integer("layer")).layout;
   return bind_attention(b, shape, packed_layout(stored, kBlockTokens, shape.head_dim));
 }
