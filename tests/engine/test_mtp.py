@@ -20,7 +20,8 @@ from support.checkpoints import checkpoint, prompt_of
 from support.invariance import PENALTIES, bits
 
 slow = pytest.mark.slow
-FAMILIES = ["qwen3-next", pytest.param("glm4-moe", marks=slow), pytest.param("deepseek-v3", marks=slow)]
+FAMILIES = ["qwen3-next",
+            *(pytest.param(name, marks=slow) for name in ("glm4-moe", "deepseek-v3", "deepseek-v32"))]
 WAYS: list[dict[str, Any]] = [
     {"do_sample": False}, {"temperature": 0.3}, {"temperature": 0.9, "top_k": 8}, {"top_p": 0.6, "temperature": 0.5},
     {"temperature": 0.2, **PENALTIES}, {"do_sample": False, "repetition_penalty": 1.3, "min_length": 90},

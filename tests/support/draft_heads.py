@@ -43,7 +43,8 @@ MTP = Names("mtp.layers.0.", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_nor
             "mtp.norm.weight", "", True, True)
 
 SPECS = {name: (EXPERTS | LATENT | RECURRENT)[name] for name in (
-    "glm4-moe", "glm4-moe-plain", "deepseek-v3", "glm4-moe-lite-plain", "qwen3-next", "qwen3-5", "qwen3-5-moe")}
+    "glm4-moe", "glm4-moe-plain", "deepseek-v3", "deepseek-v32", "glm4-moe-lite-plain", "qwen3-next", "qwen3-5",
+    "qwen3-5-moe")}
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
