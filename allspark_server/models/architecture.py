@@ -49,7 +49,8 @@ class Architecture:
     local_theta: float | None = None      # default base of the rotary embedding that layers with a window have for
                                           # themselves; 0: that of the others; None: they share the others' embedding
     tied: bool = False                    # default of tie_word_embeddings
-    experts: Callable[[Fields, int], ExpertConfig] | None = None  # reads the fields of experts, given the layer count
+    experts: Callable[[Fields, int], ExpertConfig | None] | None = None  # reads the fields of experts, given the layer
+                                                                         # count; None: it has none
     more: Callable[[Fields], dict[str, Any]] | None = None        # reads further fields of ModelConfig
     translate: Callable[[Fields], Fields] | None = None           # renames the fields of a config.json of its own kind
     draft_head: DraftHead | None = None   # the draft head that checkpoints may bring

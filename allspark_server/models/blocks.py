@@ -14,10 +14,15 @@ from allspark_server.weights.shard import Split
 LOCAL = 1  # the number of the rotary table of layers with a window, if they have one of their own
 
 
-def begin(config: ModelConfig, name: str = "model.embed_tokens.weight") -> tuple[Graph, Tensor]:
-    """A new graph with the rotary tables and the token embedding; returns the graph and the residual stream."""
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def begin(config: ModelConfig, name: str = EMBEDDING, rotary: bool = True) -> tuple[Graph, Tensor]:
+    """A new graph with the rotary tables, if it has some, and the token embedding; returns the graph and the residual
+    stream.
+    """
     graph = Graph(config)
-    if not config.alibi:
+    if rotary and not config.alibi:
         graph.rotary_table(rotary_of(config.rope, config.head_dim))
     if config.local_rope is not None:
         graph.rotary_table(rotary_of(config.local_rope, config.head_dim), LOCAL)
@@ -78,55 +83,68 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
     return graph.row_parallel_linear(activated, f"{prefix}.{names[-1]}", graph.intermediate, bias, out="branch")
 
 
+def plain_mlp(graph: Graph, x: Tensor, prefix: str, inner: Split, *, bias: bool = False, out: str = "branch",
+              between: str = "activated") -> Tensor:
+    """down(max(up(x), 0)^2): the caller must add up the ranks' results."""
+    weight, added = graph.packed(prefix, ("up_proj",), (inner,), graph.config.hidden_size, bias)
+    activated = graph.relu_square(graph.linear(x, weight, added, out=between))
+    return graph.partial_linear(activated, f"{prefix}.down_proj", inner, bias, out=out)
+
+
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
-                   names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
-                   bias: bool = False, correction: str = "", correction_row: int | None = None) -> Tensor:
+                   names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
+                   bias: bool = False, correction: str = "", correction_row: int | None = None,
+                   source: Tensor | None = None, out: str = "branch") -> Tensor:
     """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
 
     Each rank computes its experts, or its features of each expert: the caller must add up the ranks' results.
-    names: of an expert's gate, up and down. router: its name. bias: the router and the experts have biases. correction:
-    the name of the vector that is added to scores for the choice of experts, "" if there is none. correction_row: the
-    checkpoint's tensor has two dimensions, and the vector is this row of it.
+    names: of an expert's gate, up and down; of up and down only, if max(up, 0)^2 takes the place of the gated product.
+    source: what experts compute, x by default. router: its name. bias: the router and the experts have biases.
+    correction: the name of the vector that is added to scores for the choice of experts, "" if there is none.
+    correction_row: the checkpoint's tensor has two dimensions, and the vector is this row of it.
     """
-    config, hidden = graph.experts, graph.config.hidden_size
+    config, source = graph.experts, x if source is None else source
+    hidden = source.blocks[0].width
     inner, whole, count = graph.expert_features, graph.whole_experts, config.count
     rows = graph.row_set("routed", config.per_token)
 
     def part(expert: int, kind: str, size: int, split: Split | None, value: str = "weight") -> Part:
         if not config.stacked:
             return Part(f"{prefix}.experts.{expert}.{kind}.{value}", size, split, unit=expert, units=whole)
-        fused, first = ("down_proj", 0) if kind == names[2] else ("gate_up_proj", size * names.index(kind))
+        fused, first = ("down_proj", 0) if kind == names[-1] else ("gate_up_proj", size * names.index(kind))
         of = 0 if fused == "down_proj" else 2 * size
         return Part(f"{prefix}.experts.{fused}", size, split, first, of, expert, expert, whole)
 
     def gate_up(value: str) -> tuple[Part, ...]:
-        return tuple(part(expert, kind, inner.width, inner, value) for expert in range(count) for kind in names[:2])
+        return tuple(part(expert, kind, inner.width, inner, value) for expert in range(count) for kind in names[:-1])
 
     def down(value: str) -> tuple[Part, ...]:
-        return tuple(part(expert, names[2], hidden, None, value) for expert in range(count))
+        return tuple(part(expert, names[-1], hidden, None, value) for expert in range(count))
 
     def added(name: str, parts: tuple[Part, ...], first_rank_only: bool = False) -> Weight | None:
         return graph.weight(Weight(f"{name}.bias", parts, first_rank_only=first_rank_only)) if bias else None
 
     gate = f"{prefix}.{router}"
-    logits = graph.linear(x, graph.matrix(f"{gate}.weight", count, hidden), added(gate, (Part(f"{gate}.bias", count),)),
-                          out="router_logits")
+    weight = graph.matrix(f"{gate}.weight", count, graph.config.hidden_size)
+    logits = graph.linear(x, weight, added(gate, (Part(f"{gate}.bias", count),)), out="router_logits")
     corrected = graph.weight(Weight(f"{prefix}.{correction}", (Part(f"{prefix}.{correction}", count,
                                                                    expert=correction_row),))) if correction else None
     chosen = {name: getattr(config, name) for name in ("scores", "scale", "groups", "top_groups", "group_scores")
               if getattr(config, name) != getattr(ExpertConfig, name)}
     scores = graph.router(logits, rows, corrected, normalized=int(config.normalized), **chosen)
-    name = f"{prefix}.experts.{names[0]}+{names[1]}"
+    name = f"{prefix}.experts.{'+'.join(names[:-1])}"
     stack = graph.weight(Weight(name, gate_up("weight"), hidden, experts=count))
-    both = graph.expert_linear(x, stack, added(name, gate_up("bias")), rows, out="expert_gate_up")
-    if graph.config.swiglu is None:
+    both = graph.expert_linear(source, stack, added(name, gate_up("bias")), rows, out="expert_gate_up")
+    if len(names) == 2:
+        activated = graph.relu_square(both)
+    elif graph.config.swiglu is None:
         activated = graph.silu_mul(both, out="expert_activated")
     else:
         activated = graph.clamped_silu_mul(both, *graph.config.swiglu, out="expert_activated")
-    name = f"{prefix}.experts.{names[2]}"
+    name = f"{prefix}.experts.{names[-1]}"
     stack = graph.weight(Weight(name, down("weight"), inner.width, inner, experts=count))
     y = graph.expert_linear(activated, stack, added(name, down("bias"), first_rank_only=True), rows, out="expert_out")
-    return graph.combine_experts(y, scores, out="branch")
+    return graph.combine_experts(y, scores, out=out)
 
 
 def shared_expert(graph: Graph, x: Tensor, prefix: str, name: str = "shared_expert") -> Tensor:
@@ -227,7 +245,7 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
 
 
 def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str = "lm_head.weight",
-           unit_offset: int = 0) -> Graph:
+           unit_offset: int = 0, embedding: str = EMBEDDING) -> Graph:
     """Final norm, head (the embedding itself when tied) and sampling, for OUTPUT_ROWS.
 
     unit_offset: 1 if the norm multiplies by 1 + w instead of w.
@@ -235,7 +253,7 @@ def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str =
     config = graph.config
     offset: dict[str, Any] = {"unit_offset": unit_offset} if unit_offset else {}
     normed = graph.rms_norm(graph.select_rows(x), norm, **offset)
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else head
+    name = embedding if config.tie_word_embeddings else head
     weight = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     graph.hidden_states(normed)
     logits = graph.linear(normed, weight, None, out="logits")

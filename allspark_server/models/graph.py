@@ -206,7 +206,8 @@ class Graph:
         self.row_sets: dict[str, RowSet] = {}
         #: groups of full attention come first
         self.cache_groups, self._places = place_layers(config.windows, config.num_layers,
-                                                       config.state_layers, config.latent is not None)
+                                                       (*config.state_layers, *config.mlp_layers),
+                                                       config.latent is not None)
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property
@@ -512,6 +513,10 @@ class Graph:
         """gpt-oss' clamped product of the packed projection: see the table of ops."""
         return self.op("clamped_silu_mul", gate_up, out=out, blocks=gate_up.blocks[:1], alpha=alpha, limit=limit)
 
+    def relu_square(self, x: Tensor) -> Tensor:
+        """`x = max(x, 0)^2`, value by value."""
+        return self.op("relu_square", x)
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """`x += y`."""
         return self.op("add", x, y)
@@ -595,6 +600,16 @@ class Graph:
                         for name in (f"{prefix}.A_log", f"{prefix}.dt_bias"))
         return self.op("gated_delta", x, gates, weights=weights, out=out, blocks=x.blocks[2:], key_dim=key_dim,
                        value_dim=value_dim)
+
+    def ssd(self, x: Tensor, steps: Tensor, prefix: str, state_dim: int, head_dim: int, **limits: float) -> Tensor:
+        """Mamba2's selective state space for [x | B | C] and dt, see the table of ops. The checkpoint has
+        `prefix`.A_log, `prefix`.dt_bias and `prefix`.D.
+        """
+        heads = steps.blocks[0]
+        weights = tuple(self.weight(Weight(name, (Part(name, heads.width, heads.split),)))
+                        for name in (f"{prefix}.A_log", f"{prefix}.dt_bias", f"{prefix}.D"))
+        return self.op("ssd", x, steps, weights=weights, out="recalled", blocks=x.blocks[:1], state_dim=state_dim,
+                       head_dim=head_dim, **limits)
 
     def gated_rms_norm(self, y: Tensor, gate: Tensor, name: str, head_dim: int) -> Tensor:
         """RMS norm of each head with the checkpoint's weight `name`, times silu(gate), in place."""

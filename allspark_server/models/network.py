@@ -124,6 +124,32 @@ class IndexerConfig:
 
 
 @dataclass(frozen=True)
+class MambaConfig:
+    """Layers with Mamba2's selective state space in place of attention (arXiv 2405.21060), by their numbers.
+
+    heads, head_dim: of x. groups, state_dim: of B and C; each group serves as many heads. taps: rows of the convolution
+    before it. conv_bias, bias: the convolution, and the matrices, have biases. least_step, most_step: limits of dt;
+    None if there are none.
+    """
+
+    layers: tuple[int, ...]
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    conv_bias: bool = True
+    bias: bool = False
+    least_step: float | None = None
+    most_step: float | None = None
+
+    @property
+    def inner(self) -> int:
+        """The features of all heads."""
+        return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class LatentConfig:
     """Latent attention (arXiv 2405.04434): keys and values are projections of one latent vector a token.
 
@@ -156,8 +182,10 @@ class ModelConfig:
     output_bias: attention's output projection has a bias; read where this is a choice of its own.
     head_norms: query and key heads are normalized; read where this is a choice.
     residual_scale, logit_scale: factors of what a layer adds to the residual stream, and of the logits.
-    delta, conv: layers with the gated delta rule, and with short convolutions, which have a state and no spans; None if
-    there are none.
+    delta, conv, mamba: layers with the gated delta rule, with short convolutions, and with selective state spaces,
+    which have a state and no spans; None if there are none.
+    mlp_layers: layers that are nothing but an MLP or experts.
+    expert_latent: features of the latent vector of a row that routed experts compute; 0 if they compute the row itself.
     latent: sizes of latent attention, which all layers have; None if none has.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
@@ -196,12 +224,15 @@ class ModelConfig:
     logit_scale: float = _in_graph(1.0)
     delta: DeltaConfig | None = _in_graph(None)
     conv: ConvConfig | None = _in_graph(None)
+    mamba: MambaConfig | None = _in_graph(None)
+    mlp_layers: tuple[int, ...] = _in_graph(())
+    expert_latent: int = _in_graph(0)
     latent: LatentConfig | None = _in_graph(None)
 
     @property
     def state_layers(self) -> tuple[int, ...]:
         """The layers that have a state and no spans."""
-        return tuple(layer for kind in (self.delta, self.conv) if kind for layer in kind.layers)
+        return tuple(layer for kind in (self.delta, self.conv, self.mamba) if kind for layer in kind.layers)
 
     def window(self, layer: int) -> int:
         """The layer's sliding window in positions; 0 for full attention."""

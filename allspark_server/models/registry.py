@@ -18,6 +18,7 @@ from allspark_server.models import (
     llama,
     minimax,
     mixtral,
+    nemotron_h,
     olmo2,
     phi3,
     qwen,
@@ -32,7 +33,8 @@ from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, mixtral, gpt_oss, phi3, glm, glm4_moe,
+FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h,
+            mixtral, gpt_oss, phi3, glm, glm4_moe,
             deepseek, minimax, gemma, olmo2, seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
 
 ARCHITECTURES: dict[str, Architecture] = {

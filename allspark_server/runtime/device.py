@@ -134,6 +134,10 @@ class Device:
         x = graph.tensors[op.inputs[0]]
         if op.type == "causal_conv":
             return self._library.causal_conv_bytes(x.width_of(rank, world), op.attrs["taps"])
+        if op.type == "ssd":
+            heads, groups = (block.width_of(rank, world) // int(op.attrs[name])
+                             for block, name in zip(x.blocks, ("head_dim", "state_dim")))
+            return self._library.ssd_bytes(heads, groups, op.attrs["state_dim"], op.attrs["head_dim"])
         key_heads, values, key_dim, value_dim = delta_heads(graph, op, rank, world)
         return self._library.gated_delta_bytes(key_heads, values // value_dim // key_heads, key_dim, value_dim,
                                                key_dim if op.attrs.get("channels") else 1)

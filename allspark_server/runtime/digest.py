@@ -318,6 +318,40 @@ def _recurrent(weights: str, group: int, empty: Callable = _on_cpu, kinds: tuple
     return e
 
 
+def _state_space(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
+    """An executor with a model of two layers with a selective state space, of which one limits its steps, and an MLP
+    without a gate.
+    """
+    e = empty()
+    matrix, vector = _weights_of(e, weights, group, iter(range(301, 400)))
+    heads, width, columns = 2 * HEADS, 2 * HEADS * HEAD_DIM, 2 * HEADS * HEAD_DIM + 4 * RANK
+    x, y, mixed, steps, out, gate, inner, last, logits = (e.add_tensor(size, rows) for size, rows in (
+        (HIDDEN, False), (HIDDEN, False), (columns, False), (heads, False), (width, False), (width, False),
+        (INNER, False), (HIDDEN, True), (VOCAB, True)))
+    embedding = matrix(VOCAB, HIDDEN)
+    e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
+    limits: dict[str, float]
+    for limits in ({}, {"least_step": 0.2, "most_step": 1.5}):
+        e.add_op("linear", [x], [mixed], [matrix(columns, HIDDEN)], {})
+        e.add_op("linear", [x], [steps], [matrix(heads, HIDDEN, dtype="float32")], {})
+        e.add_op("ssd", [mixed, steps], [out], [vector(heads, -3), vector(heads), vector(heads, 1)],
+                 {"state_dim": RANK, "head_dim": HEAD_DIM, **limits})
+        e.add_op("linear", [x], [gate], [matrix(width, HIDDEN)], {})
+        e.add_op("gated_rms_norm", [out, gate], [], [vector(width, 1)],
+                 {"eps": 1e-4, "head_dim": HEADS * HEAD_DIM, "gate": "silu", "gate_first": 1})
+        e.add_op("linear", [out], [y], [matrix(HIDDEN, width)], {})
+        e.add_op("add", [x, y], [x], [], {})
+    e.add_op("linear", [x], [inner], [matrix(INNER, HIDDEN)], {})
+    e.add_op("relu_square", [inner], [], [], {})
+    e.add_op("linear", [inner], [y], [matrix(HIDDEN, INNER)], {})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("select_rows", [x], [last], [], {})
+    e.add_op("linear", [last], [logits], [embedding], {})
+    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
+    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, "float32")
+    return e
+
+
 def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int = 1, probes: int = 0) -> str:
     """Digest of logits and sampled tokens: a step with prompts of these lengths, then a step of single tokens.
 
@@ -447,7 +481,9 @@ def latent_digests() -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def recurrent_digests() -> dict[str, str]:
     """Digests of layers with a state, by weight format."""
-    return {f"recurrent {weights}": _run(_recurrent(weights, group), (3, 63, 130)) for weights, group in WEIGHTS[:2]}
+    models = {"recurrent": _recurrent, "state space": _state_space}
+    return {f"{name} {weights}": _run(build(weights, group), (3, 63, 130))
+            for name, build in models.items() for weights, group in WEIGHTS[:2]}
 
 
 def _run_variant(executor: Any) -> str:

@@ -148,7 +148,7 @@ class RankModel:
         docs/decisions/recurrent.md. Zeros if no layer has a state.
         """
         sizes = [device.state_bytes(self.graph, op, self.rank if rank is None else rank, self.world)
-                 for op in self.graph.ops if op.type in ("causal_conv", "gated_delta")]
+                 for op in self.graph.ops if op.type in ("causal_conv", "gated_delta", "ssd")]
         return sum(state for state, _ in sizes), sum(recent for _, recent in sizes)
 
     def state_spans(self, device: Device) -> int:

@@ -96,11 +96,17 @@ void bind_slot_pages(py::module_& m) {
   m.def(
       "gated_delta_bytes",
       [pair](int key_heads, int group, int key_dim, int value_dim, int decays) {
-        const PageBytes head = gated_delta_bytes(group, key_dim, value_dim, decays);
+        const PageBytes head = deferred_state_bytes(group, key_dim, value_dim, decays);
         return pair({key_heads * head.state, key_heads * head.recent});
       },
       py::arg("key_heads"), py::arg("group"), py::arg("key_dim"), py::arg("value_dim"), py::arg("decays"),
       "Bytes of a sequence's state, and of its recent rows, in a gated_delta op. decays: of a row and value head.");
+  m.def(
+      "ssd_bytes",
+      [pair](int heads, int groups, int state_dim, int head_dim) {
+        return pair(ssd_bytes(heads, groups, state_dim, head_dim));
+      },
+      py::arg("heads"), py::arg("groups"), py::arg("state_dim"), py::arg("head_dim"), "The same of an ssd op.");
   m.def(
       "causal_conv_bytes", [pair](int channels, int taps) { return pair(causal_conv_bytes(channels, taps)); },
       py::arg("channels"), py::arg("taps"), "The same of a causal_conv op.");

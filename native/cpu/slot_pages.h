@@ -10,8 +10,11 @@ struct PageBytes {
   size_t state = 0, recent = 0;
 };
 
-// Of one key head and its `group` value heads; decays: of a row and value head.
-PageBytes gated_delta_bytes(int group, int key_dim, int value_dim, int decays);
+// Of a state that advances at multiples of kStateStep (ops/deferred_state.h): `group` heads with the same keys. decays:
+// of a row and head.
+PageBytes deferred_state_bytes(int group, int key_dim, int value_dim, int decays);
+// Of an ssd op.
+PageBytes ssd_bytes(int heads, int groups, int state_dim, int head_dim);
 PageBytes causal_conv_bytes(int channels, int taps);
 
 class SlotPages : public StatePositions {

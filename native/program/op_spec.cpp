@@ -242,6 +242,20 @@ void check_gated_delta(const Program& p, const OpNode& op) {
   vector_is(p, op, 1, decays);
 }
 
+void check_ssd(const Program& p, const OpNode& op) {
+  const long state = op.integer("state_dim"), head = op.integer("head_dim"), heads = p.out(op).width / head,
+             shared = p.in(op).width - p.out(op).width, groups = shared / (2 * state);
+  if (heads * head != p.out(op).width || shared <= 0 || shared % (2 * state) || heads % groups)
+    throw wrong(op, "input of " + std::to_string(p.in(op).width) + " and output of " + std::to_string(p.out(op).width) +
+                        " columns are not heads of " + std::to_string(head) + " and groups of B and C of " +
+                        std::to_string(state) + " that divide them");
+  width_is(op, p.in(op, 1), heads, "second input");
+  if (p.in(op).rows != kAllRows || p.in(op, 1).rows != kAllRows)
+    throw wrong(op, "its inputs must have a row for each token");
+  if (op.number("least_step") > op.number("most_step")) throw wrong(op, "least_step is above most_step");
+  for (int i = 0; i < 3; i++) vector_is(p, op, i, heads);
+}
+
 void check_gated(const Program& p, const OpNode& op) { width_is(op, p.in(op), 2l * p.out(op).width, "input"); }
 
 void check_add(const Program& p, const OpNode& op) {
@@ -263,7 +277,7 @@ void check_gated_rms_norm(const Program& p, const OpNode& op) {
   const int head_dim = op.integer("head_dim");
   if (p.in(op).width % head_dim)
     throw wrong(op, std::to_string(p.in(op).width) + " columns are not heads of " + std::to_string(head_dim));
-  vector_is(p, op, 0, head_dim);
+  vector_is(p, op, 0, op.flag("gate_first") ? p.in(op).width : head_dim);
 }
 
 void check_select_rows(const Program& p, const OpNode& op) { width_is(op, p.out(op), p.in(op).width, "output"); }
@@ -398,6 +412,13 @@ Cost cost_gated_delta(const Program& p, const OpNode& op, const StepSize& size) 
   // Products with the state for the key, for the query and to advance it, and with half of 64 rows.
   return {moved(p, op, size) + 4 * sequences * heads * key * value,
           size.rows * heads * (6 * key * value + 32 * 4 * (key + value))};
+}
+
+Cost cost_ssd(const Program& p, const OpNode& op, const StepSize& size) {
+  const double state = op.integer("state_dim"), values = p.out(op).width;
+  // Each sequence reads its state once (an estimate). Products with the state for C and to advance it, and with half of
+  // 64 rows.
+  return {moved(p, op, size) + 4.0 * size.outputs * state * values, size.rows * values * (4 * state + 64)};
 }
 
 Cost cost_select_rows(const Program& p, const OpNode& op, const StepSize& size) {

@@ -83,9 +83,16 @@ OP(causal_conv, kOne, kOne, {1, 2}, false, RowRule::as_input, {within(whole("tap
 // S^T k))^T, and outputs S^T q. A key head serves adjacent value heads.
 OP(gated_delta, kTwo, kOne, kTwo, false, RowRule::as_input,
    {positive(whole("key_dim")), positive(whole("value_dim")), flag("channels")}, check_gated_delta, cost_gated_delta)
-// RMS norm of each head, times the activated gate (second input) of each value.
+// Mamba2's selective state space (SSD). Inputs: [x | B | C] and dt; weights: A_log, dt_bias and D. For each head, dt =
+// log(1 + exp(dt + dt_bias)) within [least_step, most_step], and a row does S = e^(-exp(A_log) dt) S + B (dt x)^T, and
+// outputs S^T C + D x. A group of B and C, of state_dim each, serves adjacent heads.
+OP(ssd, kTwo, kOne, {3, 3}, false, RowRule::as_input,
+   {positive(whole("state_dim")), positive(whole("head_dim")), number_or("least_step", 0),
+    number_or("most_step", kAnyNumber)}, check_ssd, cost_ssd)
+// RMS norm of each head, times the activated gate (second input) of each value; or, if gate_first, RMS norm of these
+// products, with a weight for each value of all heads.
 OP(gated_rms_norm, kTwo, kOne, kOne, true, RowRule::as_input,
-   {number("eps"), positive(whole("head_dim")), choice("gate", {"silu", "sigmoid"})},
+   {number("eps"), positive(whole("head_dim")), choice("gate", {"silu", "sigmoid"}), flag("gate_first")},
    check_gated_rms_norm, each_value<9>)
 // x * sigmoid(gate), with a gate for each value.
 OP(sigmoid_gate, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<5>)
@@ -95,6 +102,8 @@ OP(gelu_tanh_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, 
 // gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit.
 OP(clamped_silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {number("alpha"), number("limit")},
    check_gated, each_value<9>)
+// x^2 where x is positive, otherwise 0.
+OP(relu_square, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, each_value<2>)
 OP(add, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
 // Products of the values of two tensors.
 OP(multiply, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)

@@ -49,7 +49,7 @@ def test_gates(heads, dim, gate):
 def test_bits_do_not_depend_on_chunks_and_batches(count):
     """Rows of prompts of several chunks, at once and `count` at a time, alone and together."""
     prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 63, 64, 65, 129, 330)]
-    own = recurrent_model(7, False)
+    own = recurrent_model(7, "delta")
     gpu = compiled(own, long=True, outputs=2048)
     expected = []
     for used, prompt in enumerate(prompts):
@@ -73,7 +73,7 @@ def free(gpu, used: int) -> None:
 def test_rejected_drafts_leave_no_trace_in_states(length):
     """Random drafts, also beyond a multiple of 64 positions, against none; with and without graphs."""
     prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (length, length + 1)]
-    found = [tokens_of(compiled(recurrent_model(9, False), graphs=graphs), prompts, flags, drafts=drafts,
+    found = [tokens_of(compiled(recurrent_model(9, "delta"), graphs=graphs), prompts, flags, drafts=drafts,
                        do_sample=False)
              for graphs, flags, drafts in ((True, 0, 0), (False, 0, 0), (True, GIVEN, 3), (True, GIVEN, 12))]
     assert all(each == found[0] for each in found[1:])
@@ -81,7 +81,7 @@ def test_rejected_drafts_leave_no_trace_in_states(length):
 
 def test_a_state_is_saved_and_loaded_with_its_bits():
     """Through spans of the cache to another slot: the next rows' logits are those of the sequence itself."""
-    gpu, size = compiled(recurrent_model(9, False), long=True), 150
+    gpu, size = compiled(recurrent_model(9, "delta"), long=True), 150
     prompt = np.random.default_rng(SEED).integers(0, VOCAB, size).tolist()
     own, state = spans_for(size), list(range(20, 220))
     expected = gpu.step(plan([item(0, size, SAMPLE, spans=own)], [start(0, prompt)]), True).logits
@@ -95,7 +95,7 @@ def test_a_state_is_saved_and_loaded_with_its_bits():
 
 def test_a_decay_for_each_channel_is_refused():
     with pytest.raises(ValueError, match="no op gated_delta with a decay for each channel"):
-        compiled(recurrent_model(9, True))
+        compiled(recurrent_model(9, "delta of channels"))
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2) against transformers, and their properties: the same
-bits in every batch and however a history is cut, checkpoints of states in the prefix cache and its host tier.
+"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H) against transformers, and their properties: the
+same bits in every batch and however a history is cut, checkpoints of states in the prefix cache and its host tier.
 
 By default only a part runs; -m "slow or not slow" runs all.
 """
@@ -296,6 +296,34 @@ def test_configurations_that_are_refused(change, problem, tmp_path):
 ])
 def test_configurations_of_lfm2_that_are_refused(change, problem, tmp_path):
     refused("lfm2", change, problem, tmp_path)
+
+
+@pytest.mark.parametrize("change, problem", [
+    ({"layers_block_type": ["mamba", "mlp"]}, "'layers_block_type'.* must hold M, .* at least one attention"),
+    ({"hybrid_override_pattern": "MX*"}, "'hybrid_override_pattern'.* must hold"),
+    ({"mlp_hidden_act": "silu"}, "'hidden_act'.* is 'silu': only 'relu2' is supported"),
+    ({"mamba_hidden_act": "gelu"}, "'mamba_hidden_act'.* is 'gelu': only 'silu' is served"),
+    ({"n_groups": 3}, r"'mamba_num_heads'.* is 10: n_groups \(3\) must divide it"),
+    ({"n_shared_experts": 2}, "'n_shared_experts'.* is 2: only 1 is served"),
+    ({"time_step_limit": [1, 0]}, r"'time_step_limit'.* is \[1, 0\]: expected the least and the largest step"),
+    ({"moe_latent_size": -1}, "'moe_latent_size'.* is -1: it must not be negative"),
+])
+def test_configurations_of_nemotron_h_that_are_refused(change, problem, tmp_path):
+    refused("nemotron-h", change, problem, tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["M*E-M", None])
+def test_limits_of_steps_and_the_names_of_earlier_checkpoints(pattern, tmp_path):
+    """`hybrid_override_pattern`, `attention_head_dim` and names of kinds without "linear_" and "full_"."""
+    values = json.loads((checkpoint("nemotron-h") / "config.json").read_text())
+    kinds = [{"linear_attention": "mamba", "full_attention": "attention"}.get(kind, kind)
+             for kind in values.pop("layers_block_type")]
+    values |= {"hybrid_override_pattern": pattern} if pattern else {"layers_block_type": kinds}
+    values |= {"attention_head_dim": values.pop("head_dim"), "time_step_limit": [0.01, 0.5]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config = read_config(tmp_path)
+    assert config.mamba.layers == (0, 4) and config.mlp_layers == (2, 3) and config.head_dim == 20
+    assert (config.mamba.least_step, config.mamba.most_step) == (0.01, 0.5)
 
 
 def refused(name, change, problem, tmp_path):

@@ -73,10 +73,33 @@ def gated_delta(rank, op, x, w):
 
 
 @op
+def ssd(rank, op, x, w):
+    attrs, heads = op["attributes"], len(w[0])
+    values = heads * attrs["head_dim"]
+    out = np.empty((len(x[0]), values))
+    for rows, (mixed, steps) in _histories(rank, op, *x):
+        groups = (mixed.shape[1] - values) // 2
+        v, b, c = np.split(mixed, [values, values + groups], 1)
+        b, c = (part.reshape(len(mixed), -1, attrs["state_dim"]) for part in (b, c))
+        dt = np.clip(np.logaddexp(0.0, steps + w[1]), attrs["least_step"], attrs["most_step"])
+        y, _ = recurrent.ssd_recurrent(v.reshape(len(mixed), heads, -1), b, c, dt, -np.exp(w[0]), w[2])
+        out[rows] = y[len(mixed) - len(rows) :].reshape(len(rows), -1)
+    return out
+
+
+@op
+def relu_square(rank, op, x, w):
+    return np.maximum(x[0], 0.0) ** 2
+
+
+@op
 def gated_rms_norm(rank, op, x, w):
     attrs = op["attributes"]
     heads = [part.reshape(len(part), -1, attrs["head_dim"]) for part in x]
     activation = {"silu": recurrent.silu, "sigmoid": sigmoid}[attrs["gate"]]
+    if attrs["gate_first"]:
+        weight = w[0].reshape(-1, attrs["head_dim"])
+        return rms(heads[0] * activation(heads[1]), weight, attrs["eps"]).reshape(x[0].shape)
     return recurrent.gated_rms_norm(*heads, w[0], attrs["eps"], activation).reshape(x[0].shape)
 
 

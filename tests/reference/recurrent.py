@@ -9,6 +9,8 @@ The gated delta rule stands here in three forms, which give equal results:
 - `delta_deferred`, the engine's form (docs/decisions/recurrent.md): each row sees the state at the last multiple of 64
   positions and the rows since then.
 
+Mamba2's selective state space stands here as it is defined (`ssd_recurrent`) and in the engine's form (`ssd_deferred`).
+
 Projections, the order of operations and the constants around the rule are those of transformers'
 models/qwen3_next/modular_qwen3_next.py and models/kimi_linear/modular_kimi_linear.py.
 
@@ -167,3 +169,40 @@ def delta_deferred(q, k, v, decay, beta, state=None, chunk: int = CHUNK) -> tupl
     held = DeferredDelta(_first_state(k, v, state), chunk)
     out: Sequence[np.ndarray] = [held.row(q[t], k[t], v[t], decay[t], beta[t]) for t in range(len(v))]
     return np.array(out), held
+
+
+# -- Mamba2's selective state space ------------------------------------------------------------------------------------
+def ssd_recurrent(x, b, c, dt, a, d, state=None) -> tuple[np.ndarray, np.ndarray]:
+    """Row by row, as it is defined: T. Dao, A. Gu, "Transformers are SSMs" (arXiv 2405.21060); transformers'
+    mamba2_selective_state_update.
+
+    x: [rows, heads, dim]; b, c: [rows, groups, state dim], of which each serves adjacent heads; dt: [rows, heads],
+    after its activation; a, d: [heads], a negative. A state is [heads, state dim, dim]. Returns the rows and the state
+    after them.
+    """
+    b, c = (np.repeat(part, x.shape[1] // part.shape[1], axis=1) for part in (b, c))
+    state, out = _first_state(b, x, state), np.empty_like(x)
+    for t in range(len(x)):
+        state = np.exp(a * dt[t])[:, None, None] * state + b[t][:, :, None] * (dt[t][:, None] * x[t])[:, None, :]
+        out[t] = np.einsum("hnd,hn->hd", state, c[t]) + d[:, None] * x[t]
+    return out, state
+
+
+def ssd_deferred(x, b, c, dt, a, d, state=None, chunk: int = CHUNK) -> tuple[np.ndarray, np.ndarray]:
+    """The engine's form: each row sees the state at the last multiple of `chunk` positions and the rows since then.
+    Returns the rows, and the state at the last multiple.
+    """
+    b, c = (np.repeat(part, x.shape[1] // part.shape[1], axis=1) for part in (b, c))
+    state, out = _first_state(b, x, state), np.empty_like(x)
+    for begin in range(0, len(x), chunk):
+        rows = slice(begin, begin + chunk)
+        total, delta = (a * dt[rows]).cumsum(0), dt[rows][:, :, None] * x[rows]
+        for i in range(len(total)):
+            left = np.exp(total[i] - total[: i + 1])
+            weights = left * np.einsum("jhn,hn->jh", b[rows][: i + 1], c[begin + i])
+            out[begin + i] = (np.exp(total[i])[:, None] * np.einsum("hnd,hn->hd", state, c[begin + i])
+                              + np.einsum("jh,jhd->hd", weights, delta[: i + 1]) + d[:, None] * x[begin + i])
+        if len(total) == chunk:
+            left = np.exp(total[-1] - total)
+            state = np.exp(total[-1])[:, None, None] * state + np.einsum("jh,jhn,jhd->hnd", left, b[rows], delta)
+    return out, state

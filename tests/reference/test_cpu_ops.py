@@ -18,7 +18,7 @@ from reference.batch import Limits, Slots
 from reference.plan import GIVEN, LOOKUP, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
 from support.driver import shared_memories
-from support.recurrent_toys import SHAPES, recurrent_model, with_conv, with_delta
+from support.recurrent_toys import SHAPES, SSD_SHAPES, STATE_KINDS, recurrent_model, with_conv, with_delta, with_ssd
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
@@ -396,14 +396,34 @@ def test_gated_delta(shape, channels, rate, threads):
     compare(own, threads=threads)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rate, limits", [(-3.0, {}), (0.0, {"least_step": 0.3, "most_step": 0.9}), (4.0, {})])
+@pytest.mark.parametrize("shape", SSD_SHAPES)
+def test_ssd(shape, rate, limits, threads):
+    own = toy()
+    own.finish(with_ssd(own, embedded(own, 31), *shape, rate, **limits))
+    compare(own, threads=threads)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 @pytest.mark.parametrize("heads, dim", [(1, 1), (3, 7), (2, 64), (5, 33)])
-def test_gated_rms_norm(heads, dim, gate):
+def test_gated_rms_norm(heads, dim, gate, gate_first):
     own = toy()
     x = own.embedding(VOCAB, heads * dim, 4 * own.rng.normal(size=(VOCAB, heads * dim)))
     gates = own.op("linear", (x,), heads * dim, (own.matrix(heads * dim, heads * dim),))
-    own.finish(own.op("gated_rms_norm", (x, gates), None, (own.vector(dim),), eps=1e-3, head_dim=dim, gate=gate))
+    weight = own.vector(heads * dim if gate_first else dim)
+    own.finish(own.op("gated_rms_norm", (x, gates), None, (weight,), eps=1e-3, head_dim=dim, gate=gate,
+                      gate_first=gate_first))
     compare(own)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_relu_square(width, threads):
+    own = toy()
+    own.finish(own.op("relu_square", (own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width))),)))
+    compare(own, threads=threads)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -418,8 +438,8 @@ def test_gates_of_each_value(gate, width):
 LONG = 330
 
 
-@pytest.mark.parametrize("channels", [False, True])
-def test_bits_of_states_do_not_depend_on_chunks_batches_or_threads(channels):
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_bits_of_states_do_not_depend_on_chunks_batches_or_threads(kind):
     """A prompt cut everywhere, alone and beside others, in slots that other sequences had before."""
     prompt = np.random.default_rng(3).integers(0, VOCAB, LONG).tolist()
     other = np.random.default_rng(4).integers(0, VOCAB, 100).tolist()
@@ -447,25 +467,25 @@ def test_bits_of_states_do_not_depend_on_chunks_batches_or_threads(channels):
         while True:
             yield int(rng.integers(1, 80))
 
-    executor = compiled(recurrent_model(7, channels), 1, long=True)
+    executor = compiled(recurrent_model(7, kind), 1, long=True)
     expected = logits(executor, always(LONG), 0)
     for count in (1, 2, 7, 63, 64, 65, 131):
         assert logits(executor, always(count), 0) == expected, count
     for _ in range(5):
         assert logits(executor, varying(), 1, beside=True) == expected
     for threads in (2, 3):
-        assert logits(compiled(recurrent_model(7, channels), threads, long=True), varying(), 0, True) == expected
-    exact = recurrent_model(7, channels).runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
+        assert logits(compiled(recurrent_model(7, kind), threads, long=True), varying(), 0, True) == expected
+    exact = recurrent_model(7, kind).runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
         plan([item(0, LONG, SAMPLE, spans=spans_for(LONG))], [start(0, prompt)])).logits[0]
     assert np.abs(np.frombuffer(expected, np.float32) - exact).max() <= EXACT * np.sqrt(np.mean(exact**2))
 
 
-@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.parametrize("length", [1, 40, 57, 61, 62, 63, 64, 65, 120, 127])
-def test_rejected_drafts_leave_no_trace_in_states(length, channels):
+def test_rejected_drafts_leave_no_trace_in_states(length, kind):
     """Right, wrong and partly right drafts, also beyond a multiple of 64 positions."""
     prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
-    executor = compiled(recurrent_model(9, channels), 2, long=True)
+    executor = compiled(recurrent_model(9, kind), 2, long=True)
     expected, result, _ = generate(CpuSteps(executor), prompt, 20)
     for right in (0, 1, 3, 6):
         def guess(tokens, right=right):
@@ -478,7 +498,7 @@ def test_rejected_drafts_leave_no_trace_in_states(length, channels):
 
 
 def test_a_state_that_is_not_there_is_refused():
-    executor = compiled(recurrent_model(9, False))
+    executor = compiled(recurrent_model(9, "delta"))
     prompt = prompts()[3]
     executor.step(plan([item(0, 33, spans=spans_for(33))], [start(0, prompt)]), True)
     executor.step(plan([], free=[0]), False)
@@ -486,10 +506,10 @@ def test_a_state_that_is_not_there_is_refused():
         executor.step(plan([item(0, 17, spans=spans_for(33))], [start(0, prompt, cached=16)]), True)
 
 
-@pytest.mark.parametrize("channels", [False, True])
-def test_a_state_is_saved_and_loaded_with_its_bits(channels):
+@pytest.mark.parametrize("kind", STATE_KINDS)
+def test_a_state_is_saved_and_loaded_with_its_bits(kind):
     """Through spans of the cache to another slot: the next rows' logits are those of the sequence itself."""
-    executor, size = compiled(recurrent_model(9, channels), 2, long=True), 150
+    executor, size = compiled(recurrent_model(9, kind), 2, long=True), 150
     prompt = np.random.default_rng(SEED).integers(0, VOCAB, size).tolist()
     own, state = spans_for(size), list(range(20, 220))
     expected = executor.step(plan([item(0, size, SAMPLE, spans=own)], [start(0, prompt)]), True).logits
@@ -509,7 +529,7 @@ def test_a_state_is_saved_and_loaded_with_its_bits(channels):
     ([1, 200, 0, 64], "invalid number of spans of a state: 200"),
 ])
 def test_copies_of_states_that_cannot_be(words, problem):
-    executor = compiled(recurrent_model(9, False), 2, long=True)
+    executor = compiled(recurrent_model(9, "delta"), 2, long=True)
     executor.step(plan([item(0, 33, spans=spans_for(33))], [start(0, prompts()[3])]), True)
     with pytest.raises(ValueError, match=problem):
         executor.step(plan([], sections=[(STATES, words)]), False)

@@ -20,6 +20,8 @@ from reference.recurrent import (
     sigmoid,
     silu,
     softplus_decay,
+    ssd_deferred,
+    ssd_recurrent,
 )
 
 ROWS = (1, 2, 63, 64, 65, 127, 131, 193)
@@ -122,6 +124,24 @@ def test_a_fault_is_found(form, fault):
         check(form(*FAULTS[fault](*row_inputs), state)[0], expected, SINGLE)
 
 
+# -- Mamba2's selective state space ------------------------------------------------------------------------------------
+def ssd_inputs(rows):
+    """x, B, C, dt, A and D of random rows, and a state before them."""
+    rng = np.random.default_rng((rows, 7))
+    b, c = (rng.standard_normal((rows, KEY_HEADS, KEY)) for _ in range(2))
+    return (rng.standard_normal((rows, HEADS, VALUE)), b, c, 2 * rng.random((rows, HEADS)) ** 4,
+            -5 * rng.random(HEADS) ** 2, rng.standard_normal(HEADS)), rng.standard_normal((HEADS, KEY, VALUE))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_deferred_rows_are_as_the_recurrence_of_state_spaces(rows):
+    given, state = ssd_inputs(rows)
+    (x, b, c, dt, *rest), committed = given, rows // 64 * 64
+    found, end = ssd_deferred(*given, state)
+    check(found, ssd_recurrent(*given, state)[0])
+    check(end, ssd_recurrent(*(part[:committed] for part in (x, b, c, dt)), *rest, state)[1])
+
+
 # -- the convolution ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("taps", [1, 2, 3, 4])
 @pytest.mark.parametrize("activated", [False, True])
@@ -151,6 +171,9 @@ qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
 
 
+mamba = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
+
+
 def single(*arrays):
     """One sequence of each, in float32."""
     return [torch.tensor(x, dtype=torch.float32)[None] for x in arrays]
@@ -178,6 +201,17 @@ def test_a_decay_of_channels_is_as_in_kimi_linear(rows, form):
     (q, k, *rest), state = inputs(rows, channels=True)
     q, k = (np.repeat(x, HEADS // KEY_HEADS, 1) for x in (q, k))  # which has as many key heads as heads
     check_delta(getattr(kimi, form), q, k, *rest, state)
+
+
+@pytest.mark.skipif(not hasattr(mamba, "mamba2_chunk_scan"), reason="transformers has no function of it")
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_state_space_is_as_in_mamba2(rows):
+    (x, b, c, dt, a, d), state = ssd_inputs(rows)
+    out, end = mamba.mamba2_chunk_scan(*single(x, dt), single(a)[0][0], *single(b, c), chunk_size=64, D=single(d)[0][0],
+                                       initial_states=single(state.swapaxes(1, 2))[0], return_final_states=True)
+    expected, state = ssd_recurrent(x, b, c, dt, a, d, state)
+    check(out[0], expected, SINGLE)
+    check(end[0], state.swapaxes(1, 2), SINGLE)
 
 
 @pytest.mark.parametrize("module, activation", [(qwen.Qwen3NextRMSNormGated, silu),

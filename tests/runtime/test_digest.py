@@ -54,6 +54,8 @@ MODELS = {
                  lambda e: digest._run(e, (3, 37, 1), adapter=0)),
     "recurrent": (lambda empty: digest._recurrent("float32", 0, empty=empty),
                   lambda e: digest._run(e, (3, 63, 130))),
+    "state space": (lambda empty: digest._state_space("float32", 0, empty=empty),
+                    lambda e: digest._run(e, (3, 63, 130))),
     "latent": (lambda empty: digest._latent("float32", 0, "float32", empty=empty),
                lambda e: digest._run(e, (3, 63, 130), groups=2)),
     "indexer": (lambda empty: digest._latent("float32", 0, "float32", empty=empty, selected=40),

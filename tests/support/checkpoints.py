@@ -251,6 +251,19 @@ RECURRENT = {
                                               norm_topk_prob=False, routed_scaling_factor=1.5, conv_bias=True,
                                               tie_word_embeddings=False, pad_token_id=0,
                                               layer_types=["full_attention", "conv", "conv"]) | _rope("default", 1e4)),
+    # Ranks have whole groups of B and C; experts in slices of features on 2 and 3 ranks.
+    "nemotron-h": Spec("nemotron_h", _sizes(72, 14, 2, 151, head_dim=20, mamba_num_heads=10, mamba_head_dim=12,
+                                            n_groups=5, ssm_state_size=20, time_step_min=1e-30, n_routed_experts=10,
+                                            num_experts_per_tok=3, moe_intermediate_size=200, use_bias=True, n_group=2,
+                                            moe_shared_expert_intermediate_size=131, routed_scaling_factor=1.7,
+                                            hybrid_override_pattern="M*E-M", pad_token_id=0)),
+    # No experts' norm, experts that compute a latent vector, a convolution without bias.
+    "nemotron-h-latent": Spec("nemotron_h", _sizes(88, 6, 3, 131, head_dim=24, mamba_num_heads=4, mamba_head_dim=33,
+                                                   n_groups=4, ssm_state_size=7, conv_kernel=3, time_step_min=1e-30,
+                                                   n_routed_experts=7, num_experts_per_tok=2, moe_intermediate_size=37,
+                                                   moe_shared_expert_intermediate_size=97, moe_latent_size=40,
+                                                   norm_topk_prob=False, use_conv_bias=False, mlp_bias=False,
+                                                   hybrid_override_pattern="*MEM", pad_token_id=0)),
 }
 """Layers with a state beside attention, stored as float32."""
 
@@ -346,6 +359,7 @@ _CLASSES = {
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
+    "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
@@ -391,7 +405,7 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
                 normal(parameter, 2.0)
             elif spec.family == "gpt_oss" and "experts" in name:  # [experts, inputs, outputs]
                 normal(parameter, 1.3 * parameter.shape[1] ** -0.5)
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name or "embeddings" in name:
                 normal(parameter, 0.5 * (parameter.shape[-1] ** -0.5 if gemma else 1.0))  # which Gemma scales
             else:
                 normal(parameter, 1.3 * parameter.shape[-1] ** -0.5)
@@ -423,8 +437,9 @@ def reference_model(directory: Path, dtype: torch.dtype = torch.float32):
 
 def reset_rotary(model):
     """The model, with the state that dynamic rotary scaling keeps reset to that of a fresh one."""
-    name = "rotary_emb" if hasattr(model.model, "rotary_emb") else "pos_emb"
-    setattr(model.model, name, type(getattr(model.model, name))(model.config))
+    for name in ("rotary_emb", "pos_emb"):
+        if hasattr(model.model, name):
+            setattr(model.model, name, type(getattr(model.model, name))(model.config))
     return model
 
 

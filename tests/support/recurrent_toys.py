@@ -25,13 +25,31 @@ def with_delta(own, x, heads, key_heads, key, value, channels, rate=0.0):
                   key_dim=key, value_dim=value, channels=channels)
 
 
-def recurrent_model(seed: int, channels: bool):
-    """Two layers with states beside one of attention."""
+#: heads, groups, state and head dimensions of an ssd op
+SSD_SHAPES = [(1, 1, 1, 1), (6, 2, 20, 12), (5, 5, 7, 33), (16, 2, 64, 64), (13, 1, 33, 20), (24, 1, 128, 64)]
+
+
+def with_ssd(own, x, heads, groups, state, dim, rate=0.0, **limits):
+    """rate: the mean of A_log."""
+    width, columns = own.program.tensors[x][0], heads * dim + 2 * groups * state
+    mixed = own.op("linear", (x,), columns, (own.matrix(columns, width),))
+    steps = own.op("linear", (x,), heads, (own.matrix(heads, width),))
+    vectors = (own.vector(rate + own.rng.normal(size=heads)), own.vector(heads), own.vector(heads))
+    return own.op("ssd", (mixed, steps), heads * dim, vectors, state_dim=state, head_dim=dim, **limits)
+
+
+#: kinds of states: the gated delta rule with decays of heads and of channels, and selective state spaces
+STATE_KINDS = ("delta", "delta of channels", "ssd")
+
+
+def recurrent_model(seed: int, kind: str):
+    """Two layers with states of a kind beside one of attention."""
     own = Toy(seed)
     x = own.embedding(VOCAB, 24, own.rng.normal(size=(VOCAB, 24)))
     for layer in range(2):
         own.op("add", (x, with_conv(own, x, 24, 4, bool(layer), True)))
-        y = with_delta(own, x, 4, 2, 20, 12, channels, -1.0)
+        y = (with_ssd(own, x, 4, 2, 20, 12, -1.0) if kind == "ssd" else
+             with_delta(own, x, 4, 2, 20, 12, kind.endswith("channels"), -1.0))
         own.op("add", (x, own.op("linear", (y,), 24, (own.matrix(24, 48),))))
     qkv = own.op("linear", (x,), 40, (own.matrix(40, 24),))
     own.op("add", (x, own.op("linear", (own.attention(qkv, 3, 1, 8),), 24, (own.matrix(24, 24),))))

@@ -1,4 +1,4 @@
-// scale, soft_cap: in place, value by value.
+// scale, soft_cap, relu_square: in place, value by value.
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -25,8 +25,26 @@ class ByValue : public BoundOp {
   const Tensor x_;
 };
 
+class ReluSquare : public BoundOp {
+ public:
+  explicit ReluSquare(const Binding& b) : core_(b.core), x_(b.parts[0].in()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [begin, end] = part((int64_t)x_.rows(batch) * x_.width, thread, core_.pool.size());
+    for (int64_t i = begin; i < end; i++) {
+      const float positive = x_.data[i] < 0 ? 0 : x_.data[i];  // NaN stays
+      x_.data[i] = positive * positive;
+    }
+  }
+
+ private:
+  const Core& core_;
+  const Tensor x_;
+};
+
 }  // namespace
 
+const RegisterCpuOp kReluSquare({{Op::relu_square}}, bind_op<ReluSquare>);
 const RegisterCpuOp kByValue({{Op::scale}, {Op::soft_cap}}, bind_op<ByValue>);
 
 }  // namespace as

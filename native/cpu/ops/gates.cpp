@@ -14,6 +14,7 @@ class GatedRmsNorm : public BoundOp {
         gate_(b.parts[0].in(1)),
         weight_(b.parts[0].vector()),
         head_dim_(b.parts[0].op.integer("head_dim")),
+        gate_first_(b.parts[0].op.flag("gate_first")),
         eps_((float)b.parts[0].op.number("eps")),
         gated_(std::strcmp(b.parts[0].op.choice("gate"), "sigmoid") ? b.core.k.silu_mul : b.core.k.sigmoid_mul) {}
 
@@ -21,8 +22,10 @@ class GatedRmsNorm : public BoundOp {
     const auto [r0, r1] = my_rows(core_, x_, batch, thread);
     for (int r = r0; r < r1; r++) {
       float* x = x_.row(r);
-      for (int i = 0; i < x_.width; i += head_dim_) core_.k.rms_norm(x + i, weight_, x + i, head_dim_, eps_);
-      gated_(gate_.row(r), x, x, x_.width);
+      if (gate_first_) gated_(gate_.row(r), x, x, x_.width);
+      for (int i = 0; i < x_.width; i += head_dim_)
+        core_.k.rms_norm(x + i, weight_ + (gate_first_ ? i : 0), x + i, head_dim_, eps_);
+      if (!gate_first_) gated_(gate_.row(r), x, x, x_.width);
     }
   }
 
@@ -31,6 +34,7 @@ class GatedRmsNorm : public BoundOp {
   const Tensor x_, gate_;
   const float* weight_;
   const int head_dim_;
+  const bool gate_first_;
   const float eps_;
   void (*gated_)(const float* gate, const float* x, float* y, int n);
 };

@@ -1,0 +1,67 @@
+"""Layers with Mamba2's selective state space, which families mix with attention: the mixer, and its fields."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from allspark_server.models.blocks import linear_of_parts
+from allspark_server.models.fields import MAX_HEAD_DIM, Fields
+from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
+from allspark_server.models.network import MambaConfig
+from allspark_server.weights.shard import Split
+
+
+def mamba_mixer(graph: Graph, x: Tensor, prefix: str, mamba: MambaConfig) -> Tensor:
+    """Projections [gate | x | B | C | dt], the convolution of x, B and C, the state space, and its gated norm. Ranks
+    have whole groups of B and C with their heads.
+    """
+    groups = mamba.groups
+    inner, shared = Split(groups, mamba.inner // groups), Split(groups, mamba.state_dim)
+    heads = Split(groups, mamba.heads // groups)
+    splits = (inner, inner, shared, shared, heads)
+    of = sum(split.width for split in splits)
+
+    def projected(out: str, first: int, end: int) -> Tensor:
+        begins = [sum(split.width for split in splits[:i]) for i in range(first, end)]
+        parts = tuple(Part(f"{prefix}.in_proj.weight", split.width, split, begin, of)
+                      for split, begin in zip(splits[first:end], begins))
+        return linear_of_parts(graph, x, f"{prefix}.in_proj.{out}", parts,
+                               tuple(Block(split.width, split) for split in splits[first:end]), out, mamba.bias)
+
+    gate, mixed, steps = projected("output_gate", 0, 1), projected("mixed", 1, 4), projected("steps", 4, 5)
+    mixed = graph.causal_conv(mixed, f"{prefix}.conv1d", mamba.taps, bias=mamba.conv_bias)
+    limits = {name: limit for name, limit in (("least_step", mamba.least_step), ("most_step", mamba.most_step))
+              if limit is not None}
+    y = graph.ssd(mixed, steps, prefix, mamba.state_dim, mamba.head_dim, **limits)
+    weight = graph.weight(Weight(f"{prefix}.norm.weight", (Part(f"{prefix}.norm.weight", mamba.inner, inner),)))
+    graph.op("gated_rms_norm", y, gate, weights=(weight,), eps=graph.config.rms_norm_eps, head_dim=inner.size,
+             gate="silu", gate_first=1)
+    return graph.row_parallel_linear(y, f"{prefix}.out_proj", inner, mamba.bias, out="branch")
+
+
+def mamba_config(fields: Fields, layers: tuple[int, ...], names: dict[str, str], **defaults: Any) -> MambaConfig:
+    """Reads the layers' sizes. names: of the fields `heads`, `head_dim`, `groups`, `state_dim`, `taps`, `conv_bias`,
+    `bias` and `limits`; defaults: of those that have one.
+    """
+    def size(name: str, most: int = 1 << 16) -> int:
+        if names[name] in fields.values or name not in defaults:
+            return fields.need_positive(names[name], most=most)
+        return int(defaults[name])
+
+    heads, groups = size("heads"), size("groups")
+    if heads % groups:
+        raise fields.error(names["heads"], f"is {heads}: {names['groups']} ({groups}) must divide it")
+    least, most = _limits(fields, names["limits"])
+    return MambaConfig(layers, heads, size("head_dim", MAX_HEAD_DIM), groups, size("state_dim", MAX_HEAD_DIM),
+                       size("taps", 64), fields.get(names["conv_bias"], bool, True),
+                       fields.get(names["bias"], bool, False), least, most)
+
+
+def _limits(fields: Fields, name: str) -> tuple[float | None, float | None]:
+    """The limits of dt; None for one that does not limit it. transformers stores infinity in a form of its own."""
+    found = fields.get(name, list, [0.0, math.inf])
+    numbers = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in found]
+    if len(numbers) != 2 or not all(isinstance(n, int | float) for n in numbers) or not 0 <= numbers[0] <= numbers[1]:
+        raise fields.error(name, f"is {found!r}: expected the least and the largest step")
+    return float(numbers[0]) or None, None if math.isinf(numbers[1]) else float(numbers[1])
