@@ -94,14 +94,16 @@ def plain_mlp(graph: Graph, x: Tensor, prefix: str, inner: Split, *, bias: bool 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
                    bias: bool = False, correction: str = "", correction_row: int | None = None,
-                   source: Tensor | None = None, out: str = "branch") -> Tensor:
+                   source: Tensor | None = None, out: str = "branch",
+                   stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")) -> Tensor:
     """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
 
     Each rank computes its experts, or its features of each expert: the caller must add up the ranks' results.
     names: of an expert's gate, up and down; of up and down only, if max(up, 0)^2 takes the place of the gated product.
     source: what experts compute, x by default. router: its name. bias: the router and the experts have biases.
     correction: the name of the vector that is added to scores for the choice of experts, "" if there is none.
-    correction_row: the checkpoint's tensor has two dimensions, and the vector is this row of it.
+    correction_row: the checkpoint's tensor has two dimensions, and the vector is this row of it. stacks: names of the
+    tensors of all experts, if the checkpoint stores them stacked.
     """
     config, source = graph.experts, x if source is None else source
     hidden = source.blocks[0].width
@@ -111,9 +113,9 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     def part(expert: int, kind: str, size: int, split: Split | None, value: str = "weight") -> Part:
         if not config.stacked:
             return Part(f"{prefix}.experts.{expert}.{kind}.{value}", size, split, unit=expert, units=whole)
-        fused, first = ("down_proj", 0) if kind == names[-1] else ("gate_up_proj", size * names.index(kind))
-        of = 0 if fused == "down_proj" else 2 * size
-        return Part(f"{prefix}.experts.{fused}", size, split, first, of, expert, expert, whole)
+        if kind == names[-1]:
+            return Part(f"{prefix}.{stacks[1]}", size, split, 0, 0, expert, expert, whole)
+        return Part(f"{prefix}.{stacks[0]}", size, split, size * names.index(kind), 2 * size, expert, expert, whole)
 
     def gate_up(value: str) -> tuple[Part, ...]:
         return tuple(part(expert, kind, inner.width, inner, value) for expert in range(count) for kind in names[:-1])

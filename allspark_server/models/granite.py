@@ -32,7 +32,8 @@ def granite(config: ModelConfig) -> Graph:
     return finish(graph, x)
 
 
-def _factors(fields: Fields) -> dict[str, Any]:
+def factors(fields: Fields) -> dict[str, Any]:
+    """The factors, of which absent ones are 1."""
     def factor(name: str) -> float:
         return fields.need_positive(name, float) if name in fields.values else 1.0
 
@@ -41,4 +42,4 @@ def _factors(fields: Fields) -> dict[str, Any]:
 
 
 ARCHITECTURES = {"GraniteForCausalLM": Architecture(granite, "granite", "Granite 3 (dense)",
-                                                    kv_heads_required=False, has_bias_fields=True, more=_factors)}
+                                                    kv_heads_required=False, has_bias_fields=True, more=factors)}

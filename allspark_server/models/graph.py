@@ -464,6 +464,15 @@ class Graph:
                  q_width=queries.width, k_width=keys.width)
         return qkv
 
+    def whole_norm(self, x: Tensor, name: str) -> Tensor:
+        """RMS norm of each row, whose one block is divided among ranks, in place: qk_norm of queries without keys."""
+        block, = x.blocks
+        sums = self.tensor("square_sums", (Block(2),), x.rows)
+        self._op("qk_square_sums", (x,), (sums,))
+        weight = self.weight(Weight(name, (Part(name, block.width, block.split),)))
+        return self.op("qk_norm", x, self.all_reduce(sums), weights=(weight,), eps=self.config.rms_norm_eps,
+                       q_width=block.width)
+
     def rope(self, qkv: Tensor, **more: Any) -> Tensor:
         """Rotary embedding of query and key heads, in place. Feature i is paired with i + rotary_dim / 2 unless `pairs`
         says "interleaved".

@@ -14,29 +14,32 @@ from allspark_server.weights.shard import Split
 
 def mamba_mixer(graph: Graph, x: Tensor, prefix: str, mamba: MambaConfig) -> Tensor:
     """Projections [gate | x | B | C | dt], the convolution of x, B and C, the state space, and its gated norm. Ranks
-    have whole groups of B and C with their heads.
+    have whole groups of B and C with their heads; or heads, if there is one group.
     """
-    groups = mamba.groups
-    inner, shared = Split(groups, mamba.inner // groups), Split(groups, mamba.state_dim)
-    heads = Split(groups, mamba.heads // groups)
-    splits = (inner, inner, shared, shared, heads)
-    of = sum(split.width for split in splits)
+    groups, units = mamba.groups, mamba.heads if mamba.groups == 1 else mamba.groups
+    inner, heads = Split(units, mamba.inner // units), Split(units, mamba.heads // units)
+    shared = Block(groups * mamba.state_dim, Split(groups, mamba.state_dim) if groups > 1 else None)
+    blocks = (Block(inner.width, inner), Block(inner.width, inner), shared, shared, Block(heads.width, heads))
+    of = sum(block.width for block in blocks)
 
     def projected(out: str, first: int, end: int) -> Tensor:
-        begins = [sum(split.width for split in splits[:i]) for i in range(first, end)]
-        parts = tuple(Part(f"{prefix}.in_proj.weight", split.width, split, begin, of)
-                      for split, begin in zip(splits[first:end], begins))
-        return linear_of_parts(graph, x, f"{prefix}.in_proj.{out}", parts,
-                               tuple(Block(split.width, split) for split in splits[first:end]), out, mamba.bias)
+        begins = [sum(block.width for block in blocks[:i]) for i in range(first, end)]
+        parts = tuple(Part(f"{prefix}.in_proj.weight", block.width, block.split, begin, of)
+                      for block, begin in zip(blocks[first:end], begins))
+        return linear_of_parts(graph, x, f"{prefix}.in_proj.{out}", parts, blocks[first:end], out, mamba.bias)
 
     gate, mixed, steps = projected("output_gate", 0, 1), projected("mixed", 1, 4), projected("steps", 4, 5)
     mixed = graph.causal_conv(mixed, f"{prefix}.conv1d", mamba.taps, bias=mamba.conv_bias)
     limits = {name: limit for name, limit in (("least_step", mamba.least_step), ("most_step", mamba.most_step))
               if limit is not None}
     y = graph.ssd(mixed, steps, prefix, mamba.state_dim, mamba.head_dim, **limits)
-    weight = graph.weight(Weight(f"{prefix}.norm.weight", (Part(f"{prefix}.norm.weight", mamba.inner, inner),)))
-    graph.op("gated_rms_norm", y, gate, weights=(weight,), eps=graph.config.rms_norm_eps, head_dim=inner.size,
-             gate="silu", gate_first=1)
+    norm = f"{prefix}.norm.weight"
+    if groups == 1:  # a norm over the heads of all ranks, of y * silu(gate)
+        graph.whole_norm(graph.sigmoid_gate(graph.multiply(y, gate), gate), norm)
+    else:
+        weight = graph.weight(Weight(norm, (Part(norm, mamba.inner, inner),)))
+        graph.op("gated_rms_norm", y, gate, weights=(weight,), eps=graph.config.rms_norm_eps, head_dim=inner.size,
+                 gate="silu", gate_first=1)
     return graph.row_parallel_linear(y, f"{prefix}.out_proj", inner, mamba.bias, out="branch")
 
 

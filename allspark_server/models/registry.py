@@ -13,6 +13,7 @@ from allspark_server.models import (
     glm4_moe,
     gpt_oss,
     granite,
+    granite_hybrid,
     hunyuan,
     lfm2,
     llama,
@@ -33,9 +34,9 @@ from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h,
-            mixtral, gpt_oss, phi3, glm, glm4_moe,
-            deepseek, minimax, gemma, olmo2, seed_oss, granite, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan)
+FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss, phi3, glm,
+            glm4_moe, deepseek, minimax, gemma, olmo2, seed_oss, granite, granite_hybrid, ernie, ernie_moe, hunyuan,
+            qwen, chatglm, baichuan)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

@@ -325,9 +325,9 @@ def _state_space(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
     e = empty()
     matrix, vector = _weights_of(e, weights, group, iter(range(301, 400)))
     heads, width, columns = 2 * HEADS, 2 * HEADS * HEAD_DIM, 2 * HEADS * HEAD_DIM + 4 * RANK
-    x, y, mixed, steps, out, gate, inner, last, logits = (e.add_tensor(size, rows) for size, rows in (
+    x, y, mixed, steps, out, gate, inner, squares, last, logits = (e.add_tensor(size, rows) for size, rows in (
         (HIDDEN, False), (HIDDEN, False), (columns, False), (heads, False), (width, False), (width, False),
-        (INNER, False), (HIDDEN, True), (VOCAB, True)))
+        (INNER, False), (2, False), (HIDDEN, True), (VOCAB, True)))
     embedding = matrix(VOCAB, HIDDEN)
     e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
     limits: dict[str, float]
@@ -343,6 +343,10 @@ def _state_space(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
         e.add_op("add", [x, y], [x], [], {})
     e.add_op("linear", [x], [inner], [matrix(INNER, HIDDEN)], {})
     e.add_op("relu_square", [inner], [], [], {})
+    e.add_op("qk_square_sums", [inner], [squares], [], {"q_columns": INNER})
+    e.add_op("all_reduce", [squares], [], [], {})
+    e.add_op("qk_norm", [inner, squares], [], [vector(INNER, 1)],
+             {"eps": 1e-4, "q_width": INNER, "q_columns": INNER})
     e.add_op("linear", [inner], [y], [matrix(HIDDEN, INNER)], {})
     e.add_op("add", [x, y], [x], [], {})
     e.add_op("select_rows", [x], [last], [], {})

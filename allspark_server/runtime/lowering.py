@@ -56,8 +56,9 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
 
     for a in spec.attributes.values():
         if a.scope == "rank":
-            first, count = op.attrs.get("block", a.block), op.attrs.get("blocks", a.blocks)
-            attrs[a.name] = value(a.rule, int(first), int(count))
+            first, count = int(op.attrs.get("block", a.block)), int(op.attrs.get("blocks", a.blocks))
+            if a.required or first < len(blocks):  # not keys, where there are none
+                attrs[a.name] = value(a.rule, first, count)
     return attrs
 
 

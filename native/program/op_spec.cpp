@@ -137,7 +137,9 @@ void check_qk_norm(const Program& p, const OpNode& op) {
   const long q = op.integer("q_columns"), k = op.integer("k_columns");
   if (q + k > p.in(op).width) throw std::invalid_argument("op qk_norm reaches past its input");
   vector_is(p, op, 0, q);
-  vector_is(p, op, 1, k);
+  if ((op.weights.size() == 2) != (op.integer("k_width") > 0) || (k && op.weights.size() == 1))
+    throw wrong(op, "keys have columns, a width and a weight, or none of them");
+  if (op.weights.size() == 2) vector_is(p, op, 1, k);
 }
 
 void check_rope(const Program& p, const OpNode& op) {

@@ -26,17 +26,18 @@ OP(head_norm, kOne, kOne, kOne, true, RowRule::as_input,
    {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset", RankRule::offset),
     of_rank("heads", RankRule::heads), within(whole("block", Scope::graph), 0, 255)},
    check_head_norm, cost_head_norm)
-// Input: [queries | keys | values]. Outputs the sum of squares of all queries and that of all keys. A head that several
-// ranks hold is counted on one rank.
+// Input: [queries | keys | values], or queries only. Outputs the sum of squares of all queries and that of all keys. A head
+// that several ranks hold is counted on one rank.
 OP(qk_square_sums, kOne, kOne, kNone, false, RowRule::as_input,
-   {at_least_0(of_rank("q_columns", RankRule::width)), at_least_0(of_rank("k_offset", RankRule::own_offset, 1)),
-    at_least_0(of_rank("k_columns", RankRule::own_width, 1))},
+   {at_least_0(of_rank("q_columns", RankRule::width)),
+    at_least_0(optional(of_rank("k_offset", RankRule::own_offset, 1))),
+    at_least_0(optional(of_rank("k_columns", RankRule::own_width, 1)))},
    check_qk_square_sums, each_value<1>)
-// RMS norm over all queries and over all keys of all ranks (widths q_width and k_width), from the square sums (second
-// input) after all_reduce.
-OP(qk_norm, kTwo, kOne, kTwo, true, RowRule::as_input,
-   {number("eps"), positive(whole("q_width")), positive(whole("k_width")),
-    at_least_0(of_rank("q_columns", RankRule::width)), at_least_0(of_rank("k_columns", RankRule::width, 1))},
+// RMS norm over all queries and over all keys, if there are some, of all ranks (widths q_width and k_width), from the
+// square sums (second input) after all_reduce.
+OP(qk_norm, kTwo, kOne, {1, 2}, true, RowRule::as_input,
+   {number("eps"), positive(whole("q_width")), counted("k_width"), at_least_0(of_rank("q_columns", RankRule::width)),
+    at_least_0(optional(of_rank("k_columns", RankRule::width, 1)))},
    check_qk_norm, each_value<2>)
 // Rotates the first rotary_dim features of each head. Pairs are (i, i + rotary_dim / 2) or (2 i, 2 i + 1).
 OP(rope, kOne, kOne, kNone, true, RowRule::as_input,

@@ -1,5 +1,6 @@
-"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H) against transformers, and their properties: the
-same bits in every batch and however a history is cut, checkpoints of states in the prefix cache and its host tier.
+"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4) against transformers, and their
+properties: the same bits in every batch and however a history is cut, checkpoints of states in the prefix cache and its
+host tier.
 
 By default only a part runs; -m "slow or not slow" runs all.
 """
@@ -324,6 +325,17 @@ def test_limits_of_steps_and_the_names_of_earlier_checkpoints(pattern, tmp_path)
     config = read_config(tmp_path)
     assert config.mamba.layers == (0, 4) and config.mlp_layers == (2, 3) and config.head_dim == 20
     assert (config.mamba.least_step, config.mamba.most_step) == (0.01, 0.5)
+
+
+@pytest.mark.parametrize("change, problem", [
+    ({"layer_types": ["mamba"] * 3}, "'layer_types'.* must hold mamba or attention, which at least one layer has"),
+    ({"layer_types": ["mamba", "attention"]}, "'layer_types'.* for each of 3 layers"),
+    ({"position_embedding_type": "alibi"}, "'position_embedding_type'.* is 'alibi': expected rope or nope"),
+    ({"mamba_d_head": 0}, "'mamba_d_head'.* is 0: it must be positive"),
+    ({"normalization_function": "layernorm"}, "'normalization_function'.* is 'layernorm': only 'rmsnorm' is served"),
+])
+def test_configurations_of_granite_that_are_refused(change, problem, tmp_path):
+    refused("granite-hybrid", change, problem, tmp_path)
 
 
 def refused(name, change, problem, tmp_path):

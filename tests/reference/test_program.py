@@ -56,6 +56,8 @@ def test_specs_are_complete_and_readable():
          "output is 32 wide, expected 2"),
         ("qk_norm", ["x", "y"], [], ["v16", "v16"], {"eps": 1, "q_width": 16, "k_width": 16, "q_columns": 16,
                                                      "k_columns": 16}, "second input is 32 wide, expected 2"),
+        ("qk_norm", ["x", "two"], [], ["v64"], {"eps": 1, "q_width": 64, "q_columns": 64, "k_width": 9},
+         "keys have columns, a width and a weight, or none of them"),
         ("add", ["x", "logits64"], [], [], {}, "its inputs differ in rows"),
         ("concat", ["x", "y"], ["x"], [], {}, "output is 64 wide, expected 96"),
         ("keep_hidden", ["logits64"], [], [], {}, "its input must have all rows"),
@@ -93,7 +95,7 @@ def test_specs_are_complete_and_readable():
     ],
 )  # fmt: skip
 def test_ops_that_cannot_be(program, op, inputs, outputs, weights, attributes, problem):
-    tensors = {"x": program.add_tensor(64), "y": program.add_tensor(32)}
+    tensors = {"x": program.add_tensor(64), "y": program.add_tensor(32), "two": program.add_tensor(2)}
     tensors |= {"logits": program.add_tensor(32, 1), "logits64": program.add_tensor(64, 1)}
     ids = {"m": program.add_matrix(32, 64, "float32"), "v64": program.add_vector(64), "v16": program.add_vector(16)}
     with pytest.raises(ValueError, match=problem):

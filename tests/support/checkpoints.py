@@ -251,6 +251,21 @@ RECURRENT = {
                                               norm_topk_prob=False, routed_scaling_factor=1.5, conv_bias=True,
                                               tie_word_embeddings=False, pad_token_id=0,
                                               layer_types=["full_attention", "conv", "conv"]) | _rope("default", 1e4)),
+    # One group of B and C: ranks have heads, and norms go over all ranks. Experts in slices of features.
+    "granite-hybrid": Spec("granitemoehybrid", _sizes(72, 6, 2, 200, 3, shared_intermediate_size=131,
+                                                      num_local_experts=10, num_experts_per_tok=3, mamba_n_heads=12,
+                                                      mamba_d_state=20, layer_types=["mamba", "attention", "mamba"],
+                                                      embedding_multiplier=0.3, attention_multiplier=0.2,
+                                                      residual_multiplier=0.4, logits_scaling=3.0, pad_token_id=0,
+                                                      tie_word_embeddings=True)),
+    # Without experts, with rotary embedding, biases and several groups.
+    "granite-hybrid-dense": Spec("granitemoehybrid", _sizes(88, 4, 4, 131, 3, shared_intermediate_size=141,
+                                                            num_local_experts=0, mamba_n_heads=8, mamba_n_groups=4,
+                                                            mamba_d_state=33, mamba_d_conv=3, mamba_proj_bias=True,
+                                                            position_embedding_type="rope", mamba_conv_bias=False,
+                                                            layer_types=["attention", "mamba", "mamba"],
+                                                            attention_bias=True, pad_token_id=0)
+                                 | _rope("default", 1e4)),
     # Ranks have whole groups of B and C; experts in slices of features on 2 and 3 ranks.
     "nemotron-h": Spec("nemotron_h", _sizes(72, 14, 2, 151, head_dim=20, mamba_num_heads=10, mamba_head_dim=12,
                                             n_groups=5, ssm_state_size=20, time_step_min=1e-30, n_routed_experts=10,
@@ -359,6 +374,7 @@ _CLASSES = {
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
+    "granitemoehybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
@@ -438,7 +454,7 @@ def reference_model(directory: Path, dtype: torch.dtype = torch.float32):
 def reset_rotary(model):
     """The model, with the state that dynamic rotary scaling keeps reset to that of a fresh one."""
     for name in ("rotary_emb", "pos_emb"):
-        if hasattr(model.model, name):
+        if getattr(model.model, name, None) is not None:
             setattr(model.model, name, type(getattr(model.model, name))(model.config))
     return model
 

@@ -1,11 +1,11 @@
-// A state that advances only at multiples of kStateStep positions (docs/decisions/recurrent.md): each row sees the state
-// at the last multiple and the rows since. So a row's sums are the same whether its chunk is computed at once or row by
-// row.
+// A state that advances only at multiples of kStateStep positions (docs/decisions/recurrent.md): each row sees the
+// state at the last multiple and the rows since. So a row's sums are the same whether its chunk is computed at once or
+// row by row.
 //
-// A unit of work is a group of heads with the same keys. A slot's page has, for each unit, the state of each of its heads
-// [key dim, value dim], and a ring of the rows of two chunks by position: the key, and for each head the decay since the
-// chunk's begin and the delta, the value that the row adds to the state for its key. A second chunk has rows before the
-// state has advanced to it only if drafts reach beyond a multiple: then these rows see a temporary state.
+// A unit of work is a group of heads with the same keys. A slot's page has, for each unit, the state of each of its
+// heads [key dim, value dim], and a ring of the rows of two chunks by position: the key, and for each head the decay
+// since the chunk's begin and the delta, the value that the row adds to the state for its key. A second chunk has rows
+// before the state has advanced to it only if drafts reach beyond a multiple: then these rows see a temporary state.
 #pragma once
 #include "common/exact.h"
 #include "cpu/ops/ops.h"
@@ -48,8 +48,8 @@ class DeferredState : public BoundOp {
         bytes_(deferred_state_bytes(group, key, value, decays)),
         pages_(b.slot_pages({units * bytes_.state, units * bytes_.recent})) {
     for (int i = 0; i < core_.pool.size(); i++)
-      own_.push_back({std::vector<float>(key), std::vector<float>(key * kChunk),
-                      std::vector<float>((size_t)group * key * value)});
+      own_.push_back(
+          {std::vector<float>(key), std::vector<float>(key * kChunk), std::vector<float>((size_t)group * key * value)});
   }
 
   // Computes rows [first, first + count) of the chunk that begins at position `at`; `row` is the first one's row of the

@@ -46,7 +46,7 @@ class QkNorm : public BoundOp {
     for (int r = r0; r < r1; r++) {
       const float* sums = sums_.row(r);
       norm(q_, x_.row(r), sums[0]);
-      norm(k_, x_.row(r) + q_.columns, sums[1]);
+      if (k_.columns) norm(k_, x_.row(r) + q_.columns, sums[1]);
     }
   }
 

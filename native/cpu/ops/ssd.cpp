@@ -1,6 +1,6 @@
-// ssd: Mamba2's selective state space (docs/decisions/recurrent.md). B is the key, C the query, and a delta is dt x, so the
-// rows of a chunk do not depend on one another. Heads of a group of B and C are computed in units of at most 8, so that
-// models with one group keep all threads at work; each unit has a copy of B in its ring.
+// ssd: Mamba2's selective state space (docs/decisions/recurrent.md). B is the key, C the query, and a delta is dt x, so
+// the rows of a chunk do not depend on one another. Heads of a group of B and C are computed in units of at most 8, so
+// that models with one group keep all threads at work; each unit has a copy of B in its ring.
 #include <cmath>
 
 #include "cpu/ops/deferred_state.h"
@@ -46,8 +46,7 @@ class Ssd : public DeferredState {
     std::vector<float> c, products, weights;
   };
 
-  void chunk(const Page& p, int at, int first, int count, const float* state, int row, int unit,
-             int thread) override {
+  void chunk(const Page& p, int at, int first, int count, const float* state, int row, int unit, int thread) override {
     const Kernels& k = core_.k;
     Rows& own = rows_[thread];
     const int ring = at % kRing, group = unit * groups_ / units_;
