@@ -197,7 +197,8 @@ def qk_square_sums(rank, op, x, w):
 def qk_norm(rank, op, x, w):
     attrs, out = op["attributes"], x[0].copy()
     queries, keys = attrs["q_columns"], attrs["q_columns"] + attrs["k_columns"]
-    for i, (columns, width) in enumerate(((slice(queries), "q_width"), (slice(queries, keys), "k_width"))):
+    parts = ((slice(queries), "q_width"), (slice(queries, keys), "k_width"))
+    for i, (columns, width) in enumerate(parts[: len(w)]):
         out[:, columns] *= w[i] / np.sqrt(x[1][:, i : i + 1] / attrs[width] + attrs["eps"])
     return out
 

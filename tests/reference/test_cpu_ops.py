@@ -151,13 +151,13 @@ def test_head_norm(heads, dim, offset, unit_offset):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("q, k, rest", [(1, 1, 0), (6, 2, 3), (65, 31, 31), (192, 64, 64)])
+@pytest.mark.parametrize("q, k, rest", [(1, 1, 0), (6, 2, 3), (65, 0, 0), (65, 31, 31), (192, 64, 64)])
 def test_norm_of_all_queries_and_all_keys(q, k, rest, threads):
     own = toy()
     x = embedded(own, q + k + rest)
     sums = own.op("qk_square_sums", (x,), 2, q_columns=q, k_offset=q, k_columns=k)
-    own.op("qk_norm", (x, sums), None, (own.vector(q), own.vector(k)), eps=1e-6, q_width=2 * q, k_width=k, q_columns=q,
-           k_columns=k)
+    weights = (own.vector(q), own.vector(k)) if k else (own.vector(q),)
+    own.op("qk_norm", (x, sums), None, weights, eps=1e-6, q_width=2 * q, k_width=k, q_columns=q, k_columns=k)
     own.finish(x)
     compare(own, threads=threads)
 
