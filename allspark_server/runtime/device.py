@@ -279,8 +279,6 @@ class Gpu(Device):
             missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
-        if config.host_cache_dir:
-            missing.append("host_cache_dir")
         if config.speculation == "mtp":
             missing.append("speculation='mtp'")
         if missing:

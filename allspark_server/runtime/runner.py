@@ -277,8 +277,9 @@ class ModelRunner:
             self._executor.allocate_host_cache(spans)
             return
         self._host_file = HostCacheFile(config.host_cache_dir, config.model_name, self.rank, self.world)
-        facts = {"results": results_digest(), "model": hash_of_model, "draft": self._draft_name, "rank": self.rank,
-                 "world": self.world, "weights": [model.weight_dtype, model.weight_group_size, model.quantize_head],
+        facts = {"results": results_digest(self.gpu), "model": hash_of_model, "draft": self._draft_name,
+                 "rank": self.rank, "world": self.world,
+                 "weights": [model.weight_dtype, model.weight_group_size, model.quantize_head],
                  "cache": model.cache_dtype, "span": [config.cache_span_size, self._span_bytes], "spans": spans,
                  "windows": self._groups.windows, "state": self._state_spans}
         self._host_file.prepare(facts, self._executor.host_cache_bytes(spans))

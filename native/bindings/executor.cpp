@@ -382,24 +382,6 @@ void bind_executor(py::module_& m) {
           "fused: fuse ops (the bits are equal). draft: a draft model's executor, made by beside() and allocated with "
           "the\n"
           "same spans. masks: how many plans may name. adapters, adapter_rank, adapter_dtype: limits of adapters.")
-      .def("allocate_host_cache", &Executor::allocate_host_cache, py::arg("spans"), py::arg("file") = -1,
-           py::arg("offset") = 0, py::call_guard<py::gil_scoped_release>(),
-           "Adds a second tier to the cache and the draft model's cache. To be called after allocate() and before any\n"
-           "step. file: descriptor of a file of at least offset + host_cache_bytes(spans) bytes; -1: memory.")
-      .def(
-          "verify_host_cache",
-          [](Executor& e) {
-            std::pair<std::vector<SpanCopy>, int> found;
-            {
-              py::gil_scoped_release release;
-              found = e.host_cache().verify();
-            }
-            py::dict held;
-            for (const SpanCopy& copy : found.first)
-              held[py::bytes(reinterpret_cast<const char*>(copy.key.data()), sizeof copy.key)] = copy.host;
-            return py::make_tuple(held, found.second);
-          },
-          "({key: span of the second tier}, number of spans dropped because they differ from what was saved).")
       .def(
           "multiply",
           [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,

@@ -115,6 +115,24 @@ void bind_model(Class& model) {
           },
           py::arg("plan"), py::arg("want_logits") = false)
       .def("set_profiling", &Executor::set_profiling, py::arg("on"))
+      .def("allocate_host_cache", &Executor::allocate_host_cache, py::arg("spans"), py::arg("file") = -1,
+           py::arg("offset") = 0, py::call_guard<py::gil_scoped_release>(),
+           "Adds a second tier to the cache and the draft model's cache. To be called after allocate() and before any\n"
+           "step. file: descriptor of a file of at least offset + host_cache_bytes(spans) bytes; -1: memory.")
+      .def(
+          "verify_host_cache",
+          [](Executor& e) {
+            std::pair<std::vector<SpanCopy>, int> found;
+            {
+              py::gil_scoped_release release;
+              found = e.verify_host_cache();
+            }
+            py::dict held;
+            for (const SpanCopy& copy : found.first)
+              held[py::bytes(reinterpret_cast<const char*>(copy.key.data()), sizeof copy.key)] = copy.host;
+            return py::make_tuple(held, found.second);
+          },
+          "({key: span of the second tier}, number of spans dropped because they differ from what was saved).")
       .def("host_cache_bytes", &Executor::host_cache_bytes, py::arg("spans"))
       .def_property_readonly("masks", &Executor::masks, "The Masks of the rank that samples, or None.")
       .def("weight_bytes", [](const Executor& e) { return e.weights().bytes(); })

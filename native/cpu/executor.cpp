@@ -93,9 +93,9 @@ void Executor::allocate_host_cache(int spans, int file, size_t offset) {
   decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, host_cache_.get(), slot_limits_);
 }
 
-HostCache& Executor::host_cache() {
+std::pair<std::vector<SpanCopy>, int> Executor::verify_host_cache() {
   if (!host_cache_) throw std::invalid_argument("there is no second tier");
-  return *host_cache_;
+  return host_cache_->verify();
 }
 
 StepOutput Executor::step(const std::string& plan, bool want_logits) {

@@ -46,7 +46,7 @@ class Executor : public Model {
   // After allocate() and before any step: adds a second tier of `spans` spans for the cache and the draft model's
   // cache. file, offset: see HostCache.
   void allocate_host_cache(int spans, int file, size_t offset);
-  HostCache& host_cache();
+  std::pair<std::vector<SpanCopy>, int> verify_host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
   StepOutput step(const std::string& plan, bool want_logits) override;
   void set_profiling(bool on) override;

@@ -5,10 +5,10 @@
 #include <stdexcept>
 #include <vector>
 
+#include "common/row_hash.h"
 #include "cpu/blocks.h"
 #include "cpu/kernels/place.h"
 #include "cpu/place_avx2.h"
-#include "cpu/row_hash.h"
 
 namespace as {
 namespace {

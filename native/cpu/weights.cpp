@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/row_hash.h"
 #include "cpu/pack.h"
-#include "cpu/row_hash.h"
 #include "program/weight_spec.h"
 
 namespace as {

@@ -94,11 +94,22 @@ std::vector<LayerCache> CudaExecutor::layers() const {
   return all;
 }
 
-void CudaExecutor::allocate_host_cache(int spans) {
+void CudaExecutor::allocate_host_cache(int spans, int file, size_t offset) {
   if (!runner_) throw std::invalid_argument("allocate() before allocate_host_cache()");
-  host_spans_ = std::make_unique<HostSpans>(device_, layers(), slot_limits_.num_spans, spans);
+  if (file < 0) {
+    host_spans_ = std::make_unique<HostSpans>(device_, layers(), slot_limits_.num_spans, spans);
+  } else {
+    auto spans_of_file = std::make_unique<FileSpans>(device_, layers(), slot_limits_.num_spans, spans, file, offset);
+    file_spans_ = spans_of_file.get();
+    host_spans_ = std::move(spans_of_file);
+  }
   slot_limits_.host_spans = spans;
   make_decoder();
+}
+
+std::pair<std::vector<SpanCopy>, int> CudaExecutor::verify_host_cache() const {
+  if (!file_spans_) throw std::invalid_argument("there is no host cache in a file");
+  return file_spans_->verify();
 }
 
 std::shared_ptr<Adapter> CudaExecutor::new_adapter() const {

@@ -42,9 +42,10 @@ class CudaExecutor : public Model {
   std::shared_ptr<Adapter> new_adapter() const;
   // Sets the adapter with this index; null removes it. Only between steps, or while no plan refers to the index.
   void set_adapter(int index, std::shared_ptr<Adapter> adapter);
-  // Allocates a host cache, after allocate() and before any step.
-  void allocate_host_cache(int spans);
-  size_t host_cache_bytes(int spans) const { return spans * HostSpans::span_bytes(layers()); }
+  // Adds a host cache, after allocate() and before any step. file: -1 for pinned memory; see SpanRecords.
+  void allocate_host_cache(int spans, int file, size_t offset);
+  std::pair<std::vector<SpanCopy>, int> verify_host_cache() const;  // of a file
+  size_t host_cache_bytes(int spans) const { return SpanRecords::bytes_for(span_pieces(layers()), spans); }
   // After allocate(), between steps: unload() moves the weights to pinned host memory, and load() moves them back. The
   // cache's content is lost. A second call does nothing. Both throw std::runtime_error, and change nothing, if memory
   // runs out.
@@ -94,7 +95,8 @@ class CudaExecutor : public Model {
   bool unloaded_ = false;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CudaRunner> runner_;
-  std::unique_ptr<HostSpans> host_spans_;
+  std::unique_ptr<SpanStore> host_spans_;
+  const FileSpans* file_spans_ = nullptr;  // host_spans_, if it is a file
   std::shared_ptr<CudaExecutor> draft_;
   std::optional<QueuedDecoder> decoder_;  // without a draft model
   std::optional<Drafting> drafting_;      // with a draft model

@@ -516,13 +516,6 @@ PYBIND11_MODULE(_cuda, m) {
           "'fastest', or, for tests and benchmarks, the kernel that attends for chunks of a few dozen rows: 'decode' "
           "or "
           "'prefill'.")
-      .def(
-          "allocate_host_cache",
-          [](CudaExecutor& e, int spans) {
-            py::gil_scoped_release release;
-            e.allocate_host_cache(spans);
-          },
-          py::arg("spans"), "Allocates a host cache in pinned memory, after allocate() and before any step.")
       .def("warm_up", &CudaExecutor::warm_up, py::arg("count"), py::call_guard<py::gil_scoped_release>(),
            "Between steps: runs up to `count` more of the steps that load all kernels and record the graphs of all "
            "sizes. Returns how many of them have run, of how many. Ranks call it together.")

@@ -195,7 +195,6 @@ def test_quantized_caches_are_near_the_cpus(mode, tolerance):
 
 @pytest.mark.parametrize("fields, missing", [
     ({"weight_dtype": "w8a8", "weight_group_size": 32}, "a matrix of type w8a8:32 on CUDA"),
-    ({"host_cache_memory": 1 << 26, "host_cache_dir": "/tmp"}, "host_cache_dir on CUDA"),
     ({"compute_unit": "CUDA:0,1"}, "names 2 GPUs, but this group has 1 rank"),
 ])
 def test_what_is_not_there_is_refused(fields, missing):

@@ -1,31 +1,70 @@
 #include "cuda/memory/host_spans.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <numeric>
 #include <stdexcept>
 
-namespace as::cuda {
+#include "cuda/memory/host_threads.h"
 
-size_t HostSpans::span_bytes(const std::vector<LayerCache>& layers) {
-  size_t bytes = 0;
-  for (const LayerCache& layer : layers) bytes += layer.span_bytes();
-  return bytes;
+namespace as::cuda {
+namespace {
+
+size_t span_bytes(const std::vector<LayerCache>& layers) {
+  const std::vector<size_t> pieces = span_pieces(layers);
+  return std::accumulate(pieces.begin(), pieces.end(), (size_t)0);
 }
 
-HostSpans::HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans)
-    : device_(device), layers_((int)layers.size()) {
+void check_spans(int spans) {
   if (spans < 1) throw std::invalid_argument("a host cache of " + std::to_string(spans) + " spans");
+}
+
+// Copies of a step: each span of the caches and of the host cache is filled at most once.
+size_t most_copies(int cache_spans, int spans) { return (size_t)spans + cache_spans; }
+
+// Spans of one of the four parts of a file's buffer: enough to keep the link busy, and at most 64 MiB.
+int spans_of_chunk(const std::vector<LayerCache>& layers, int spans) {
+  constexpr size_t kBytes = 64 << 20, kMost = 32;
+  return (int)std::clamp<size_t>(kBytes / std::max<size_t>(1, span_bytes(layers)), 1, std::min<size_t>(spans, kMost));
+}
+
+[[noreturn]] void fail_other(int span) {
+  throw std::runtime_error("span " + std::to_string(span) + " of the host cache is not what was written there");
+}
+
+// Adds the time until it ends to `seconds`.
+class Watch {
+ public:
+  explicit Watch(double& seconds) : seconds_(seconds) {}
+  ~Watch() { seconds_ += std::chrono::duration<double>(Clock::now() - began_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double& seconds_;
+  const Clock::time_point began_ = Clock::now();
+};
+
+}  // namespace
+
+std::vector<size_t> span_pieces(const std::vector<LayerCache>& layers) {
+  std::vector<size_t> pieces;
+  for (const LayerCache& layer : layers) pieces.push_back(layer.span_bytes());
+  return pieces;
+}
+
+SpanQueue::SpanQueue(const Device& device, const std::vector<LayerCache>& layers, int spans, size_t most)
+    : device_(device), layers_((int)layers.size()), span_bytes_(cuda::span_bytes(layers)) {
   device.use();
-  keys_.resize(spans);
-  memory_ = Memory(spans * span_bytes(layers), "the host cache", Memory::Where::host);
+  memory_ = Memory(spans * span_bytes_, "the host cache", Memory::Where::host);
   std::vector<SpanPart> parts;
   size_t at = 0;
   for (const LayerCache& layer : layers) {
-    parts.push_back({layer.data, memory_.as() + at, layer.span_bytes(), span_bytes(layers)});
+    parts.push_back({layer.data, memory_.as() + at, layer.span_bytes(), span_bytes_});
     at += layer.span_bytes(), largest_ = std::max(largest_, layer.span_bytes());
   }
   parts_ = Memory(parts.size() * sizeof(SpanPart), "the parts of a span");
   check(cudaMemcpy(parts_.as(), parts.data(), parts_.size(), cudaMemcpyHostToDevice), "copying the parts of a span");
-  const size_t most = (size_t)spans + cache_spans;  // per step: each span is filled at most once
   for (Turn& turn : turns_) {
     turn.pairs = Memory(most * sizeof(SpanPair), "copies of spans", Memory::Where::host);
     check(cudaEventCreate(&turn.began), "making an event"), check(cudaEventCreate(&turn.ended), "making an event");
@@ -33,12 +72,12 @@ HostSpans::HostSpans(const Device& device, const std::vector<LayerCache>& layers
   copies_ = Memory(most * sizeof(SpanPair), "copies of spans");
 }
 
-HostSpans::~HostSpans() {
+SpanQueue::~SpanQueue() {
   cudaStreamSynchronize(device_.stream());
   for (Turn& turn : turns_) cudaEventDestroy(turn.began), cudaEventDestroy(turn.ended);
 }
 
-double HostSpans::finish() {
+double SpanQueue::finish() {
   const Turn& turn = turns_[under_way_-- > 1 ? 1 - turn_ : turn_];
   check(cudaEventSynchronize(turn.ended), "copying spans");
   float milliseconds = 0;
@@ -46,29 +85,154 @@ double HostSpans::finish() {
   return 1e-3 * milliseconds;
 }
 
-void HostSpans::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) {
+void SpanQueue::begin() {
   device_.use();
+  queued_ = 0;
+  check(cudaEventRecord(turns_[1 - turn_].began, device_.stream()), "copying spans");
+}
+
+void SpanQueue::end() {
   turn_ = 1 - turn_;
-  for (const SpanCopy& copy : saved) keys_[copy.host] = copy.key;
-  for (const SpanCopy& copy : restored)
-    if (keys_[copy.host] != copy.key)
-      throw std::runtime_error("span " + std::to_string(copy.host) +
-                               " of the host cache is not what was written there");
-  check(cudaEventRecord(turns_[turn_].began, device_.stream()), "copying spans");
-  queue(saved, true, 0);
-  queue(restored, false, saved.size());
   check(cudaEventRecord(turns_[turn_].ended, device_.stream()), "copying spans");
   under_way_++;
 }
 
-void HostSpans::queue(const std::vector<SpanCopy>& copies, bool saves, size_t first) {
-  if (copies.empty()) return;
-  SpanPair* pairs = turns_[turn_].pairs.as<SpanPair>() + first;
-  for (size_t i = 0; i < copies.size(); i++) pairs[i] = {copies[i].span, copies[i].host};
-  SpanPair* to = copies_.as<SpanPair>() + first;
-  check(cudaMemcpyAsync(to, pairs, copies.size() * sizeof(SpanPair), cudaMemcpyHostToDevice, device_.stream()),
+void SpanQueue::add(const std::vector<SpanPair>& pairs, bool saves) {
+  if (pairs.empty()) return;
+  SpanPair* from = turns_[1 - turn_].pairs.as<SpanPair>() + queued_;
+  std::copy(pairs.begin(), pairs.end(), from);
+  SpanPair* to = copies_.as<SpanPair>() + queued_;
+  check(cudaMemcpyAsync(to, from, pairs.size() * sizeof(SpanPair), cudaMemcpyHostToDevice, device_.stream()),
         "copying spans");
-  copy_spans(parts_.as<SpanPart>(), layers_, largest_, to, (int)copies.size(), saves, device_.queue());
+  copy_spans(parts_.as<SpanPart>(), layers_, largest_, to, (int)pairs.size(), saves, device_.queue());
+  queued_ += pairs.size();
+}
+
+HostSpans::HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans)
+    : keys_((check_spans(spans), spans)), queue_(device, layers, spans, most_copies(cache_spans, spans)) {}
+
+void HostSpans::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) {
+  for (const SpanCopy& copy : saved) keys_[copy.host] = copy.key;
+  for (const SpanCopy& copy : restored)
+    if (keys_[copy.host] != copy.key) fail_other(copy.host);
+  const auto pairs = [](const std::vector<SpanCopy>& copies) {
+    std::vector<SpanPair> pairs;
+    for (const SpanCopy& copy : copies) pairs.push_back({copy.span, copy.host});
+    return pairs;
+  };
+  queue_.begin();
+  queue_.add(pairs(saved), true);
+  queue_.add(pairs(restored), false);
+  queue_.end();
+}
+
+FileSpans::FileSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans, int file,
+                     size_t offset)
+    : records_(span_pieces(layers), (check_spans(spans), spans), file, offset),
+      span_bytes_(cuda::span_bytes(layers)),
+      chunk_(spans_of_chunk(layers, spans)),
+      queue_(device, layers, 4 * chunk_, most_copies(cache_spans, spans)) {}
+
+template <typename Work>
+void FileSpans::share(int count, const Work& work) const {
+  share_work(count, count * span_bytes_, [&](int64_t begin, int64_t end) { work((int)begin, (int)end); });
+}
+
+std::pair<std::vector<SpanCopy>, int> FileSpans::verify() const {
+  return as::verify(records_, [&](int count, const auto& work) { share(count, work); });
+}
+
+int FileSpans::find_unwritten(const SpanCopy& copy) const {
+  for (const int turn : {turn_, 1 - turn_}) {  // the latest first
+    const std::vector<SpanCopy>& saved = turns_[turn].saved;
+    for (size_t i = 0; i < saved.size(); i++) {
+      if (saved[i].host != copy.host) continue;
+      if (saved[i].key != copy.key) fail_other(copy.host);
+      return buffered(turn, saves, i);
+    }
+  }
+  return -1;
+}
+
+// The turn's copies are done.
+void FileSpans::write(int turn) {
+  std::vector<SpanCopy>& saved = turns_[turn].saved;
+  share((int)saved.size(), [&](int begin, int end) {
+    for (int i = begin; i < end; i++)
+      records_.save(saved[i].host, saved[i].key, [&] {
+        const char* from = queue_.span(buffered(turn, saves, i));
+        records_.each_piece(saved[i].host, [&](int, char* at, size_t bytes) {
+          std::memcpy(at, from, bytes);
+          from += bytes;
+        });
+      });
+  });
+  saved.clear();
+}
+
+void FileSpans::write_all() {
+  queue_.wait();
+  write(1 - turn_), write(turn_);  // the earlier first: both may fill the same span
+}
+
+void FileSpans::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) {
+  turn_ = 1 - turn_;
+  turns_[turn_].seconds = 0;
+  try {
+    queue(saved, restored);
+  } catch (...) {
+    write_all();  // nobody will finish() this step
+    turn_ = 1 - turn_;
+    throw;
+  }
+  under_way_++;
+}
+
+void FileSpans::queue(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) {
+  const Watch watch(turns_[turn_].seconds);
+  const auto each_chunk = [&](const std::vector<SpanCopy>& copies, const auto& f) {
+    for (size_t i = 0; i < copies.size(); i += chunk_)
+      f(std::vector<SpanCopy>(copies.begin() + i, copies.begin() + std::min(copies.size(), i + chunk_)), i > 0);
+  };
+  queue_.begin();
+  each_chunk(saved, [&](std::vector<SpanCopy> chunk, bool later) {
+    if (later) write_all();  // makes room
+    std::vector<SpanPair> pairs;
+    for (size_t i = 0; i < chunk.size(); i++) pairs.push_back({chunk[i].span, buffered(turn_, saves, i)});
+    turns_[turn_].saved = std::move(chunk);
+    queue_.add(pairs, true);
+  });
+  each_chunk(restored, [&](const std::vector<SpanCopy>& chunk, bool later) {
+    if (later) queue_.wait();  // the buffer is still read
+    std::vector<SpanPair> pairs;
+    for (size_t i = 0; i < chunk.size(); i++) {
+      const int unwritten = find_unwritten(chunk[i]);
+      pairs.push_back({chunk[i].span, unwritten >= 0 ? unwritten : buffered(turn_, restores, i)});
+    }
+    share((int)chunk.size(), [&](int begin, int end) {
+      for (int i = begin; i < end; i++) {
+        if (pairs[i].host != buffered(turn_, restores, i)) continue;
+        records_.check(chunk[i].host, chunk[i].key);
+        char* to = queue_.span(pairs[i].host);
+        records_.each_piece(chunk[i].host, [&](int, const char* at, size_t bytes) {
+          std::memcpy(to, at, bytes);
+          to += bytes;
+        });
+      }
+    });
+    queue_.add(pairs, false);
+  });
+  queue_.end();
+}
+
+double FileSpans::finish() {
+  const int turn = under_way_-- > 1 ? 1 - turn_ : turn_;
+  const double copied = queue_.finish();
+  {
+    const Watch watch(turns_[turn].seconds);
+    write(turn);
+  }
+  return copied + turns_[turn].seconds;
 }
 
 }  // namespace as::cuda

@@ -11,7 +11,7 @@ namespace as::cuda {
 class Drafting {
  public:
   // All must outlive this. store: null, or the host cache of both models.
-  Drafting(CudaRunner& runner, CudaRunner& draft, HostSpans* store, const SlotLimits& limits)
+  Drafting(CudaRunner& runner, CudaRunner& draft, SpanStore* store, const SlotLimits& limits)
       : runner_(runner), draft_(draft), store_(store), decoder_(runner_, &draft_, store ? &store_ : nullptr, limits) {}
 
   StepOutput step(const std::string& plan, bool want_logits) { return decoder_.step(plan, want_logits); }
@@ -29,8 +29,8 @@ class Drafting {
     }
   };
   struct WaitingStore : SpanStore {
-    HostSpans* spans_of;
-    explicit WaitingStore(HostSpans* store) : spans_of(store) {}
+    SpanStore* spans_of;
+    explicit WaitingStore(SpanStore* store) : spans_of(store) {}
     int spans() const override { return spans_of->spans(); }
     void copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) override {
       spans_of->copy(saved, restored);

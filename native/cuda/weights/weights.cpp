@@ -5,7 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "cpu/row_hash.h"
+#include "common/row_hash.h"
 #include "cuda/kernels/common/roofline.h"
 #include "cuda/memory/host_threads.h"
 #include "cuda/weights/dtype16.h"

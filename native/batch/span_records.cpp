@@ -1,0 +1,93 @@
+#include "batch/span_records.h"
+
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "common/row_hash.h"
+
+namespace as {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+size_t span_bytes(const std::vector<size_t>& pieces) {
+  size_t bytes = 0;
+  for (const size_t piece : pieces) bytes += piece;
+  return rounded(bytes, 64);
+}
+
+}  // namespace
+
+size_t SpanRecords::bytes_for(const std::vector<size_t>& pieces, int spans) {
+  return rounded(spans * sizeof(Entry), kPage) + spans * span_bytes(pieces);
+}
+
+SpanRecords::SpanRecords(std::vector<size_t> pieces, int spans, char* memory)
+    : pieces_(std::move(pieces)), spans_(spans), stride_(span_bytes(pieces_)) {
+  place(memory);
+}
+
+SpanRecords::SpanRecords(std::vector<size_t> pieces, int spans, int file, size_t offset)
+    : pieces_(std::move(pieces)), spans_(spans), stride_(span_bytes(pieces_)) {
+  const size_t bytes = offset + bytes_for(pieces_, spans);
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (mapped == MAP_FAILED)
+    throw std::runtime_error(std::string("the file of the prefix cache's second tier cannot be mapped: ") +
+                             std::strerror(errno));
+  mapped_ = mapped, mapped_bytes_ = bytes;
+  place(static_cast<char*>(mapped_) + offset);
+}
+
+void SpanRecords::place(char* begin) {
+  entries_ = reinterpret_cast<Entry*>(begin);
+  data_ = begin + rounded(spans_ * sizeof(Entry), kPage);
+}
+
+SpanRecords::~SpanRecords() {
+  if (mapped_) munmap(mapped_, mapped_bytes_);
+}
+
+uint64_t SpanRecords::checksum(int span) const {
+  uint64_t sum = 0;
+  each_piece(span, [&](int piece, const char* at, size_t bytes) { sum += row_hash(at, bytes, piece); });
+  return sum;
+}
+
+void SpanRecords::forget(int span) const {
+  entries_[span].key = {};
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+}
+
+void SpanRecords::seal(int span, const SpanKey& key) const {
+  entries_[span].checksum = checksum(span);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+  entries_[span].key = key;
+}
+
+void SpanRecords::check(int span, const SpanKey& key) const {
+  if (entries_[span].key != key || entries_[span].checksum != checksum(span))
+    throw std::runtime_error("span " + std::to_string(span) +
+                             " of the prefix cache's second tier differs from what was saved");
+}
+
+bool SpanRecords::forget_damaged(int span) const {
+  if (entries_[span].key == SpanKey{} || entries_[span].checksum == checksum(span)) return false;
+  forget(span);
+  return true;
+}
+
+std::vector<SpanCopy> SpanRecords::held() const {
+  std::vector<SpanCopy> held;
+  for (int i = 0; i < spans_; i++)
+    if (entries_[i].key != SpanKey{}) held.push_back({-1, i, entries_[i].key});
+  return held;
+}
+
+}  // namespace as
