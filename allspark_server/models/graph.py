@@ -441,6 +441,13 @@ class Graph:
         self._op("lora", (y, x), (y,), target=target, block=block, blocks=blocks)
         return y
 
+    def expert_lora(self, y: Tensor, x: Tensor, target: int, experts: int, block: int) -> Tensor:
+        """`y += B A x` with each entry's adapter and expert in a block of y, in place, after the `expert_linear` that
+        made y. The experts have the targets from `target` on.
+        """
+        self._op("expert_lora", (y, x), (y,), target=target, experts=experts, block=block)
+        return y
+
     def head_norm(self, qkv: Tensor, block: int, name: str, **more: Any) -> Tensor:
         """RMS norm of each head of a block (0: queries, 1: keys) of the packed projection, in place."""
         head_dim = self.config.head_dim

@@ -109,8 +109,14 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
         e.add_op("linear", [y], [router], [matrix(EXPERTS, HIDDEN, dtype="float32")], {})
         e.add_op("router", [router], [scores], [], {"top_k": TOP})
         e.add_op("expert_linear", [y], [both], [matrix(EXPERTS * 2 * inner, HIDDEN, EXPERTS)], {"experts": EXPERTS})
+        if adapted:
+            e.add_op("expert_lora", [both, y], [], [], {"target": 1, "experts": EXPERTS, "offset": 0,
+                                                        "columns": 2 * inner})
         e.add_op("silu_mul", [both], [hidden], [], {})
         e.add_op("expert_linear", [hidden], [out], [matrix(EXPERTS * HIDDEN, inner, EXPERTS)], {"experts": EXPERTS})
+        if adapted:
+            e.add_op("expert_lora", [out, hidden], [], [], {"target": 1 + EXPERTS, "experts": EXPERTS, "offset": 0,
+                                                            "columns": HIDDEN})
         e.add_op("combine_experts", [out, scores], [y], [], {})
     else:
         e.add_op("linear", [y], [both], [matrix(2 * INNER, HIDDEN)], {})
@@ -127,7 +133,8 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
     e.allocate(LONG + 16, len(SAMPLINGS), LONG + 16, SPAN, LONG // SPAN + 16, cache, **room)
     if adapted:
         adapter = e.new_adapter()
-        for target, (columns, rows) in enumerate(((HIDDEN, qkv_width), (INNER, HIDDEN))):
+        mlp = [(HIDDEN, INNER // 2)] * EXPERTS + [(INNER // 4, HIDDEN)] * EXPERTS if experts else [(INNER, HIDDEN)]
+        for target, (columns, rows) in enumerate([(HIDDEN, qkv_width), *mlp]):
             adapter.set(target, fixed_values((RANK, columns), next(seeds)), "F32",
                         fixed_values((rows, RANK), next(seeds)), "F32", 0.0625)
         e.set_adapter(0, adapter)
@@ -496,9 +503,10 @@ def _run_variant(executor: Any) -> str:
 
 @functools.lru_cache(maxsize=1)
 def adapter_digests() -> dict[str, str]:
-    """Digests of rows with an adapter, by its type."""
-    return {f"adapters {dtype}": _run(_executor(dtype, 0, "float32", adapted=True), (3, 37, 1), adapter=0)
-            for dtype in ("float32", "bfloat16")}
+    """Digests of rows with an adapter, by its type, without experts and with experts."""
+    return {f"adapters {dtype} {experts}":
+            _run(_executor(dtype, 0, "float32", experts=experts, adapted=True), (3, 37, 1), adapter=0)
+            for dtype in ("float32", "bfloat16") for experts in (False, True)}
 
 
 @functools.lru_cache(maxsize=8)

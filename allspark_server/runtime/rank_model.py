@@ -53,7 +53,7 @@ class RankModel:
         #: the layers that adapters may change, by their numbers in the graph's ops
         self.targets: list[Target] = []
         if adapters:
-            self.graph, self.targets = with_adapters(self.graph)
+            self.graph, self.targets = with_adapters(self.graph, device.expert_adapters)
         if of is None and config.speculation == "mtp":
             self.graph = self.graph.with_kept_hidden()
         self._slices: dict[str, ColumnSlice] = {}
@@ -202,7 +202,7 @@ class RankModel:
             target = self.targets[number]
             begin, end = target.weight.column_range_of(self.rank, self.world)
             rows = sum(last - first for first, last in (p.range_of(self.rank, self.world) for p in target.parts))
-            total += device.adapter_bytes(pair.a.shape[0], end - begin, rows, self.adapter_dtype) if rows else 0
+            total += device.adapter_bytes(pair.rank, end - begin, rows, self.adapter_dtype) if rows else 0
         return total
 
     def fill_adapter(self, adapter: LoraAdapter, native: Any) -> None:
@@ -215,11 +215,11 @@ class RankModel:
             target = self.targets[number]
             begin, end = target.weight.column_range_of(self.rank, self.world)
             ranges = [part.range_of(self.rank, self.world) for part in target.parts]
-            rows = [pair.b.values[part.first + first:part.first + last]
+            rows = [pair.b_rows(target.row_of(part) + first, target.row_of(part) + last)
                     for part, (first, last) in zip(target.parts, ranges) if first < last]
             if not rows:
                 continue
-            bad = native.set(number, aligned(pair.a.values[:, begin:end]), pair.a.dtype,
+            bad = native.set(number, aligned(pair.a_columns(begin, end)), pair.a.dtype,
                              aligned(rows[0]) if len(rows) == 1 else np.concatenate(rows), pair.b.dtype, pair.scale)
             if bad:
                 logger.warning("the adapter in %s holds %d values that are %s for %s; outputs with it will be wrong",

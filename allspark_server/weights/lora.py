@@ -1,7 +1,10 @@
 """LoRA adapters (Hu et al., 2021) as PEFT stores them: a directory with adapter_config.json and
 adapter_model.safetensors.
 
-A linear layer W of the network becomes W + scale * B A. Other features of PEFT are rejected by name, and so are
+A linear layer W of the network becomes W + scale * B A. Experts are layers of their own (PEFT's target_modules with
+transformers 4), or a parameter has the weights of all of a layer's experts (PEFT's target_parameters with transformers
+5): then A has the rows of expert 0's matrix, then those of expert 1's; B's columns are those of rank 0 of all experts,
+then those of rank 1. Other features of PEFT are rejected by name, and so are
 adapters whose two files disagree.
 """
 
@@ -12,13 +15,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.models.adapters import Target
+from allspark_server.models.adapters import ExpertRows, Target
 from allspark_server.models.graph import Graph
 from allspark_server.weights.files import open_regular, read_json, replacing
 from allspark_server.weights.safetensors import NUMPY_TYPES, SafetensorsFile, StoredTensor
@@ -28,7 +33,7 @@ _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _ALL_LINEAR = "all-linear"
 # Fields of the configuration that affect the result, and fields that only training uses.
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-         "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "bias"}
+         "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "bias"}
 _OF_TRAINING = {"auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
                 "lora_dropout", "megatron_core", "runtime_config", "loftq_config", "eva_config", "lora_ga_config",
                 "qalora_group_size", "ensure_weight_tying"}
@@ -38,11 +43,29 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The matrices of a layer, a [rank, in features] and b [out features, rank], and the factor of their product."""
+    """The matrices of a layer, a [rank, in features] and b [out features, rank], and the factor of their product.
+
+    rows: if set, the tensors have the matrices of all experts, and those of one are wanted.
+    """
 
     a: StoredTensor
     b: StoredTensor
     scale: float
+    rank: int
+    rows: ExpertRows | None = None
+
+    def a_columns(self, begin: int, end: int) -> np.ndarray:
+        """Columns of a, as stored."""
+        first = self.rows.expert * self.rank if self.rows else 0
+        return self.a.values[first:first + self.rank, begin:end]
+
+    def b_rows(self, begin: int, end: int) -> np.ndarray:
+        """Rows of b, as stored."""
+        if self.rows is None:
+            return self.b.values[begin:end]
+        first, step = self.rows.first, self.rows.step
+        own = self.b.values[first + step * begin:first + step * end:step, self.rows.expert::self.rows.experts]
+        return np.ascontiguousarray(own)
 
 
 class _Config:
@@ -63,7 +86,10 @@ class _Config:
                                                   "conversion)")
         self.rank, self.alpha = self._number("r", int, 8), self._number("lora_alpha", (int, float), 8)
         self.patterns = {name: self._pattern(name) for name in ("rank_pattern", "alpha_pattern")}
-        self.targets = self._names("target_modules", required=True)
+        self.parameters = self._names("target_parameters")
+        if isinstance(self.parameters, str):
+            raise self.error("target_parameters", f"is {self.parameters!r}: it must be a list of names")
+        self.targets = self._names("target_modules", required=not self.parameters)
         self.excluded = self._names("exclude_modules")
         self.layers = self.values.get("layers_to_transform")
         if isinstance(self.layers, int):
@@ -106,6 +132,10 @@ class _Config:
             if found:
                 return int(found[1]) in self.layers
         return False
+
+    def targeted_parameter(self, name: str) -> bool:
+        """Whether the adapter changes a parameter, by PEFT's rules."""
+        return self._matches(self.parameters, name)
 
     def _matches(self, names: str | list[str], module: str) -> bool:
         if isinstance(names, list):
@@ -152,8 +182,10 @@ class LoraAdapter:
         self.pairs: dict[int, LoraPair] = {}
         unread = set(self._file.names())
         for number, target in enumerate(targets):
+            if target.of_experts is not None:
+                continue
             names = [f"{_PREFIX}{target.module}{suffix}" for suffix in (_A, _B)]
-            wanted, found = self._config.targeted(target.module, target.module == head), unread & set(names)
+            wanted, found = self._is_wanted(target, head), unread & set(names)
             if len(found) == 1:
                 raise self._error(f"{TENSORS} has {found.pop()!r} but not both of {names}")
             if wanted and not found:
@@ -161,30 +193,132 @@ class LoraAdapter:
             if found and not wanted:
                 raise self._error(f"{TENSORS} has {names[0]!r}, which {CONFIG} does not ask for")
             if found:
-                self.pairs[number] = self._pair(target, names, max_rank)
+                self.pairs[number] = self._pair(target, target.module, names, max_rank)
                 unread -= found
+        experts = {number: target for number, target in enumerate(targets) if target.of_experts is not None}
+        self._check_parameters(targets)
+        self._read_layers(experts, unread, max_rank)
+        self._read_parameters(experts, unread, max_rank)
         if unread:
             raise self._error(f"{sorted(unread)[0]!r} belongs to no layer that adapters can change: these are linear "
-                              "layers, except experts and a head that is also the embedding")
+                              "layers, except a head that is also the embedding")
         self.digest = self._digest()
 
-    def _pair(self, target: Target, names: list[str], max_rank: int) -> LoraPair:
-        rank, scale = self._config.rank_and_scale(target.module)
+    def _is_wanted(self, target: Target, head: str) -> bool:
+        return (self._config.targeted(target.module, target.module == head)
+                or self._config.targeted_parameter(f"{target.module}.weight"))
+
+    def _check_parameters(self, targets: Sequence[Target]) -> None:
+        known = {f"{target.module}.weight" for target in targets if target.of_experts is None}
+        known |= {f"{name}.{target.of_experts.parameter}" for target in targets if target.of_experts is not None
+                  for name in target.of_experts.names}
+        for name in self._config.parameters:
+            if not any(each == name or each.endswith(f".{name}") for each in known):
+                raise self._config.error("target_parameters", f"is {self._config.parameters!r}: the model has no "
+                                                              f"parameter {name!r} that adapters can change")
+
+    def _read_layers(self, experts: Mapping[int, Target], unread: set[str], max_rank: int) -> None:
+        """Reads the matrices of experts that are layers of their own; removes the tensors from `unread`.
+
+        An adapter that was made with transformers 5 has none, although its target_modules match their names.
+        """
+        names_of = {number: (target.module, *target.aliases) for number, target in experts.items()}
+        found = {number: module for number, modules in names_of.items() for module in modules
+                 if unread & {f"{_PREFIX}{module}{_A}", f"{_PREFIX}{module}{_B}"}}
+        for number, modules in names_of.items():
+            module = found.get(number, modules[0])
+            names = [f"{_PREFIX}{module}{suffix}" for suffix in (_A, _B)]
+            wanted = bool(found) and self._config.targeted(module, False)
+            if number not in found:
+                if wanted:
+                    raise self._error(f"{TENSORS} has no {names[0]!r}, which {CONFIG} asks for")
+                continue
+            if not set(names) <= unread:
+                raise self._error(f"{TENSORS} has one, but not both of {names}")
+            if not wanted:
+                raise self._error(f"{TENSORS} has {names[0]!r}, which {CONFIG} does not ask for")
+            self.pairs[number] = self._pair(experts[number], module, names, max_rank)
+            unread.difference_update(names)
+
+    def _read_parameters(self, experts: Mapping[int, Target], unread: set[str], max_rank: int) -> None:
+        """Reads the matrices of parameters with all of a layer's experts; removes the tensors from `unread`.
+
+        PEFT wraps the module once for each parameter, and only the shapes say which wrapper is whose.
+        """
+        layers: dict[tuple[str, ...], dict[str, list[int]]] = {}
+        for number, target in experts.items():
+            if (rows := target.of_experts) is not None:
+                layers.setdefault(rows.names, {}).setdefault(rows.parameter, []).append(number)
+        for names, parameters in layers.items():
+            found = set()
+            for module in (f"{name}{wrapped}" for name in names for wrapped in ("", ".base_layer")):
+                tensors = [f"{_PREFIX}{module}{suffix}" for suffix in (_A, _B)]
+                if not unread & set(tensors):
+                    continue
+                if not set(tensors) <= unread:
+                    raise self._error(f"{TENSORS} has one, but not both of {tensors}")
+                parameter = self._parameter_of(module, tensors, names, parameters, experts, max_rank)
+                if parameter in found:
+                    raise self._error(f"{TENSORS} has two pairs of matrices for {module!r}'s {parameter}")
+                found.add(parameter)
+                unread.difference_update(tensors)
+            for parameter in parameters:
+                if parameter not in found and any(self._config.targeted_parameter(f"{n}.{parameter}") for n in names):
+                    raise self._error(f"{TENSORS} has no matrices for {names[0]}.{parameter}, which {CONFIG} asks for")
+
+    def _parameter_of(self, module: str, tensors: list[str], names: tuple[str, ...],
+                      parameters: Mapping[str, list[int]], experts: Mapping[int, Target], max_rank: int) -> str:
+        """Finds the parameter that the tensors fit, sets its pairs and returns its name."""
+        a, b = (self._file.get(name) for name in tensors)
+        expected = []
+        for parameter, numbers in parameters.items():
+            wanted = next((f"{n}.{parameter}" for n in names if self._config.targeted_parameter(f"{n}.{parameter}")),
+                          None)
+            if wanted is None:
+                continue
+            rank, scale = self._config.rank_and_scale(wanted)
+            self._check_rank(rank, wanted, max_rank)
+            target = experts[numbers[0]]
+            rows = target.of_experts
+            assert rows is not None
+            shapes = (rank * rows.experts, target.weight.columns), (rows.rows, rank * rows.experts)
+            if (a.shape, b.shape) == shapes and {a.dtype, b.dtype} <= set(NUMPY_TYPES):
+                self.pairs |= {number: LoraPair(a, b, scale, rank, experts[number].of_experts) for number in numbers}
+                return parameter
+            expected.append(f"{list(shapes[0])} and {list(shapes[1])} for {wanted}")
+        if not expected:
+            raise self._error(f"{TENSORS} has {tensors[0]!r}, but {CONFIG} has no parameter of {module!r} in its "
+                              "target_parameters")
+        raise self._error(f"tensors {a.name!r} and {b.name!r} have types {a.dtype} and {b.dtype} and shapes "
+                          f"{list(a.shape)} and {list(b.shape)}: expected {', or '.join(expected)}, of "
+                          f"{', '.join(NUMPY_TYPES)}")
+
+    def _check_rank(self, rank: int, module: str, max_rank: int) -> None:
         if rank > max_rank:
             raise AllSparkError(AsStatus.ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR,
-                                f"{self.directory} has rank {rank} for {target.module!r}, but lora_max_rank is "
-                                f"{max_rank}")
+                                f"{self.directory} has rank {rank} for {module!r}, but lora_max_rank is {max_rank}")
+
+    def _pair(self, target: Target, module: str, names: list[str], max_rank: int) -> LoraPair:
+        wanted = module
+        if self._config.targeted_parameter(f"{module}.weight"):
+            wanted = f"{module}.weight"
+        rank, scale = self._config.rank_and_scale(wanted)
+        self._check_rank(rank, module, max_rank)
         shapes = (rank, target.weight.columns), (target.rows, rank)
         tensors = [self._file.get(name) for name in names]
         for tensor, shape in zip(tensors, shapes):
             if tensor.shape != shape or tensor.dtype not in NUMPY_TYPES:
                 raise self._error(f"tensor {tensor.name!r} has type {tensor.dtype} and shape {list(tensor.shape)}: "
                                   f"expected {list(shape)} of {', '.join(NUMPY_TYPES)}")
-        return LoraPair(tensors[0], tensors[1], scale)
+        return LoraPair(tensors[0], tensors[1], scale, rank)
 
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)
+        seen = set()    # a parameter of all experts has the pairs of many targets
         for pair in self.pairs.values():
+            if pair.a.name in seen:
+                continue
+            seen.add(pair.a.name)
             digest.update(f"{pair.scale!r} ".encode())
             for tensor in (pair.a, pair.b):
                 digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape} ".encode())

@@ -25,7 +25,8 @@ void Model::check_adapter(int index) const {
 int Model::adapter_targets() const {
   int targets = 0;
   for (const OpNode& op : program_.ops())
-    if (op.is(Op::lora)) targets = std::max(targets, op.integer("target") + 1);
+    if (op.adapts())
+      targets = std::max(targets, op.integer("target") + (op.is(Op::expert_lora) ? op.integer("experts") : 1));
   return targets;
 }
 

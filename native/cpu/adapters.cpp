@@ -51,6 +51,7 @@ bool Adapters::begin(const Batch& batch) {
   if (std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return item.adapter < 0; }))
     return false;
   std::vector<char> seen(loaded_.size());
+  all.of_row.assign(batch.rows.size(), nullptr), outputs.of_row.assign(batch.outputs.size(), nullptr);
   for (const Item& first : batch.items) {
     if (first.adapter < 0 || seen.at(first.adapter)++) continue;
     const Adapter* adapter = loaded_[first.adapter].get();  // not null: the plan was checked
@@ -59,6 +60,7 @@ bool Adapters::begin(const Batch& batch) {
       for (const Item& item : batch.items)
         for (int i = 0; item.adapter == first.adapter && i < item.*count; i++) set.rows.push_back(item.*begin + i);
       group.count = (int)set.rows.size() - group.begin;
+      for (int i = 0; i < group.count; i++) set.of_row[set.rows[group.begin + i]] = adapter;
       if (group.count) set.groups.push_back(group);
     };
     collect(all, &Item::row, &Item::count);

@@ -56,6 +56,7 @@ struct AdaptedRows {
   };
   std::vector<int> rows;
   std::vector<Group> groups;
+  std::vector<const Adapter*> of_row;  // of each row of the step, null for none
 };
 
 // The loaded adapters, and a step's rows by adapter.

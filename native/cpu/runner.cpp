@@ -62,8 +62,8 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     const RowSet& set = program.row_sets()[s];
     routings_.push_back(s <= kOutputRows ? nullptr : std::make_shared<Routing>(max_rows_of(set.of), set.times));
   }
-  const bool adapt = adapters && std::any_of(program.ops().begin(), program.ops().end(),
-                                             [](const OpNode& op) { return op.is(Op::lora); });
+  const bool adapt =
+      adapters && std::any_of(program.ops().begin(), program.ops().end(), [](const OpNode& op) { return op.adapts(); });
   if (adapt) adapters_ = adapters;
   Needs needs;
   std::vector<std::pair<Form*, std::vector<size_t>>> forms;
@@ -250,6 +250,8 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
                                                           program_.in(op, 1).width, program_.in(op, 2).width));
       if (op.is(Op::lora))
         all.lora = std::max(all.lora, lora_bytes(adapters_->limits, max_rows(op.inputs[1]), (int)ops[i].parts.size()));
+      if (op.is(Op::expert_lora))
+        all.lora = std::max(all.lora, lora_bytes(adapters_->limits, kLoraRows * core_.pool.size(), 1));
     }
 
   struct Region {

@@ -10,7 +10,7 @@ class Fusion {
   Fusion(const Program& program, bool alone, bool adapters, const std::function<bool(const OpNode&)>& gates)
       : ops_(program.ops()), gates_(gates) {
     for (int i = 0; i < (int)ops_.size(); i++)
-      if (!(alone && ops_[i].is(Op::all_reduce)) && !(!adapters && ops_[i].is(Op::lora))) order_.push_back(i);
+      if (!(alone && ops_[i].is(Op::all_reduce)) && !(!adapters && ops_[i].adapts())) order_.push_back(i);
   }
 
   std::vector<FusedOp> run() {
@@ -106,7 +106,7 @@ std::vector<FusedOp> fuse(const Program& program, bool alone, bool adapters,
 std::vector<FusedOp> one_by_one(const Program& program, bool adapters) {
   std::vector<FusedOp> ops;
   for (int i = 0; i < (int)program.ops().size(); i++)
-    if (adapters || !program.ops()[i].is(Op::lora)) ops.push_back({{i}, program.ops()[i].spec->name});
+    if (adapters || !program.ops()[i].adapts()) ops.push_back({{i}, program.ops()[i].spec->name});
   return ops;
 }
 

@@ -26,8 +26,9 @@ struct FusedOp {
   std::string name;  // the parts' names, joined by +
 };
 
-// alone: there is one rank, so all_reduce does nothing. adapters: rows may have adapters; otherwise lora ops are left
-// out, which allows more fusion. gates: whether the backend can fuse this linear with the silu_mul that follows it.
+// alone: there is one rank, so all_reduce does nothing. adapters: rows may have adapters; otherwise ops of adapters are
+// left out, which allows more fusion. gates: whether the backend can fuse this linear with the silu_mul that follows
+// it.
 std::vector<FusedOp> fuse(const Program& program, bool alone, bool adapters,
                           const std::function<bool(const OpNode&)>& gates);
 // Every op by itself.

@@ -323,10 +323,22 @@ void check_sigmoid_mul(const Program& p, const OpNode& op) {
   if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
 }
 
+void check_adapted_columns(const Program& p, const OpNode& op) {
+  if (op.integer("offset") + (long)op.integer("columns") > p.in(op).width)
+    throw std::invalid_argument(std::string("op ") + op.spec->name + " reaches past its input");
+}
+
 void check_lora(const Program& p, const OpNode& op) {
   if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
-  if (op.integer("offset") + (long)op.integer("columns") > p.in(op).width)
-    throw std::invalid_argument("op lora reaches past its input");
+  check_adapted_columns(p, op);
+}
+
+void check_expert_lora(const Program& p, const OpNode& op) {
+  const int entries = p.in(op).rows;
+  if (entries <= kOutputRows) throw wrong(op, "its first input has no rows of experts");
+  if (p.in(op, 1).rows != entries && p.in(op, 1).rows != p.row_sets()[entries].of)
+    throw wrong(op, "its second input has neither a row for each entry nor one for each row of these");
+  check_adapted_columns(p, op);
 }
 
 void check_hidden_states(const Program& p, const OpNode& op) {

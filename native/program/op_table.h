@@ -138,6 +138,12 @@ OP(lora, kTwo, kOne, kNone, true, RowRule::as_input,
     within(whole_or("blocks", 1, Scope::graph), 1, 255),
     at_least_0(of_rank("offset", RankRule::offset)), at_least_0(of_rank("columns", RankRule::width))},
    check_lora, each_value<1>)
+// The same for entries of a row set: expert e of `experts` has target + e. The second input has a row for each entry, or
+// for each row that the entries are of. Follows the expert_linear that computes y.
+OP(expert_lora, kTwo, kOne, kNone, true, RowRule::as_input,
+   {at_least_0(whole("target")), positive(whole("experts")), within(whole_or("block", 0, Scope::graph), 0, 255),
+    at_least_0(of_rank("offset", RankRule::offset)), at_least_0(of_rank("columns", RankRule::width))},
+   check_expert_lora, each_value<1>)
 // The columns of both inputs, one after the other.
 OP(concat, kTwo, kOne, kNone, false, RowRule::as_input, {}, check_concat, each_value<0>)
 // Keeps the rows, hidden states, for a draft head: a program whose kept_hidden outputs, for each of its rows, a row

@@ -44,6 +44,8 @@ struct OpNode {
   std::vector<double> values;  // of the spec's attributes; choices as indices
 
   Op kind() const { return spec->op; }
+  // Whether it adds an adapter's product.
+  bool adapts() const { return is(Op::lora) || is(Op::expert_lora); }
   bool is(Op op) const { return spec->op == op; }
   // Attributes by name and type. Throw std::logic_error if the spec has no such attribute.
   int integer(const char* name) const { return (int)value(name, AttributeType::integer); }

@@ -35,8 +35,7 @@ def targets_of(name: str) -> list[str]:
 def peft_model(name: str, directory, dtype=torch.float32):
     """Transformers' model with a PEFT adapter."""
     peft = pytest.importorskip("peft")
-    base = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.checkpoint(name), dtype=dtype,
-                                                             attn_implementation="eager")
+    base = checkpoints.load_plain(checkpoints.checkpoint(name), dtype)
     return peft.PeftModel.from_pretrained(base, directory).eval().to(dtype)
 
 
@@ -196,7 +195,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
         no("peft_type is 'LOHA'", peft_type="LOHA")
         no("fan_in_fan_out is True", fan_in_fan_out=True)
         no("init_lora_weights is 'pissa'", init_lora_weights="pissa")
-        no("target_parameters is", target_parameters=["mlp.experts.gate_up_proj"])
+        no("has no parameter 'mlp.experts.gate_up_proj' that", target_parameters=["mlp.experts.gate_up_proj"])
         no("something_new is 7", something_new=7)
         no("which adapter_config.json does not ask for", target_modules=["q_proj"])
         no("which adapter_config.json does not ask for", layers_to_transform=[0, 1])
@@ -234,28 +233,6 @@ def test_clients_may_name_adapters_where_they_may_name_models(tmp_path):
     (tmp_path / "model/link").symlink_to(tmp_path / "elsewhere")
     for name in ("elsewhere", "model/../elsewhere", "model/link"):
         refused(AsStatus.ALLSPARK_REQUEST_DENIED, roots.check_adapter, str(tmp_path / name), config, match="outside of")
-
-
-def test_experts_are_refused(tmp_path):
-    base = checkpoints.checkpoint("qwen3-moe")
-    directory = adapters.write_adapter(tmp_path / "one", base, ["q_proj", "o_proj"])
-    tensors = directory / "adapter_model.safetensors"
-    renamed = {"self_attn.q_proj": "mlp.experts.0.down_proj"}
-
-    def rename(header):
-        for name in list(header):
-            for old, new in renamed.items():
-                if "layers.0" in name and old in name:
-                    header[name.replace(old, new)] = header.pop(name)
-
-    with Engine() as engine:
-        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 22))
-        engine.load_lora("m", str(directory))
-        engine.unload_lora("m", "one")
-        checkpoints.rewrite_header(tensors, rename)
-        adapters.change_config(directory, exclude_modules=["model.layers.0.self_attn.q_proj"])
-        refused(AsStatus.ALLSPARK_PARAM_ERROR, engine.load_lora, "m", str(directory),
-                match=r"experts.0.down_proj.*belongs to no layer .* except experts")
 
 
 GENERATE = {"max_new_tokens": 24, "early_stopping": False, "seed": 3, "logprobs": True}

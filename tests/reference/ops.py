@@ -417,6 +417,19 @@ def expert_linear(rank, op, x, w):
 
 
 @op
+def expert_lora(rank, op, x, w):
+    attrs, out, rows = op["attributes"], x[0].copy(), rank.rows_of(op["inputs"][0])
+    columns = slice(attrs["offset"], attrs["offset"] + attrs["columns"])
+    routed = rank.rows_of(op["inputs"][1]) == rows
+    for entry, (expert, row) in enumerate(rank.entries[rows]):
+        adapter, target = rank.batch.rows[row].adapter, attrs["target"] + expert
+        if adapter >= 0 and target in rank.adapters[adapter]:
+            a, b = rank.adapters[adapter][target]
+            out[entry, columns] += b @ (a @ x[1][entry if routed else row])
+    return out
+
+
+@op
 def combine_experts(rank, op, x, w):
     entries = rank.entries[rank.rows_of(op["inputs"][0])]
     out = np.zeros((rank.count(rank.rows_of(op["outputs"][0])), x[0].shape[1]))

@@ -22,8 +22,7 @@ ABSENT = {("rotary_table", name) for name in ("temporal", "height", "width", "in
 # Which place in memory is used, not what is computed.
 PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("latent_attention", "layer"),
           ("latent_attention", "cache_group"), ("indexer", "layer"), ("indexer", "cache_group"), ("rope", "table"),
-          ("rotary_table", "table"),
-          ("lora", "target")}
+          ("rotary_table", "table"), ("lora", "target"), ("expert_lora", "target")}
 # Of draft heads: they copy rows, and which tokens come out does not depend on drafts.
 OF_DRAFT_HEADS = {"keep_hidden", "kept_hidden", "concat"}
 SIZES = {"heads", "head_dim", "group", "rotary_dim"}
@@ -52,6 +51,9 @@ MODELS = {
                 lambda e: digest._run(e, (3, 37, 1))),
     "adapters": (lambda empty: digest._executor("float32", 0, "float32", adapted=True, empty=empty),
                  lambda e: digest._run(e, (3, 37, 1), adapter=0)),
+    "adapters of experts": (lambda empty: digest._executor("float32", 0, "float32", experts=True, adapted=True,
+                                                           empty=empty),
+                            lambda e: digest._run(e, (3, 37, 1), adapter=0)),
     "recurrent": (lambda empty: digest._recurrent("float32", 0, empty=empty),
                   lambda e: digest._run(e, (3, 63, 130))),
     "state space": (lambda empty: digest._state_space("float32", 0, empty=empty),

@@ -16,6 +16,7 @@ from allspark_server.weights.safetensors import SafetensorsFile, write_safetenso
 
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"]
 
 
 def modules_of(checkpoint: Path) -> dict[str, tuple[int, int]]:
@@ -71,7 +72,18 @@ def merged(model: torch.nn.Module, directory: Path, scale) -> torch.nn.Module:
         for name in file.names():
             if name.endswith(".lora_A.weight"):
                 module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                weight = model.get_submodule(module).weight
+                weight = _expert_weight(model, module) if ".experts." in module else model.get_submodule(module).weight
                 delta = scale(module) * values(name.replace("lora_A", "lora_B")) @ values(name)
                 weight.copy_(weight.double() + delta)
     return model
+
+
+def _expert_weight(model: torch.nn.Module, module: str) -> torch.Tensor:
+    """The rows of transformers' parameter with all experts that are one expert's layer."""
+    holder, expert, kind = module.rsplit(".", 2)
+    experts = model.get_submodule(holder.replace("block_sparse_moe", "mlp"))
+    if kind in ("down_proj", "w2"):
+        return experts.down_proj[int(expert)]
+    half = experts.gate_up_proj.shape[1] // 2
+    begin = half * (kind in ("up_proj", "w3"))
+    return experts.gate_up_proj[int(expert), begin:begin + half]

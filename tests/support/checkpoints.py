@@ -438,12 +438,17 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng((seed, length)).integers(3, VOCAB, length).tolist()
 
 
-@functools.lru_cache(maxsize=4)
-def _model(directory: Path, dtype: torch.dtype):
+def load_plain(directory: Path, dtype: torch.dtype):
+    """A new model of transformers whose kernels take any size and type."""
     plain = {"attn_implementation": "eager"}
     if {"num_experts_per_tok", "moe_k"} & set(json.loads((directory / "config.json").read_text())):
         plain["experts_implementation"] = "eager"  # others want aligned rows
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()
+
+
+@functools.lru_cache(maxsize=4)
+def _model(directory: Path, dtype: torch.dtype):
+    return load_plain(directory, dtype)
 
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32):

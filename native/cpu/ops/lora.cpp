@@ -10,14 +10,6 @@
 namespace as {
 namespace {
 
-constexpr int kRowsTogether = 32;
-
-// Floats of A x for one target.
-int inner_width(const AdapterLimits& limits) {
-  const int panel = lora_kernels().a_panel();
-  return (limits.max_rank + panel - 1) / panel * panel;
-}
-
 class Lora : public BoundOp {
  public:
   explicit Lora(const Binding& b)
@@ -42,9 +34,9 @@ class Lora : public BoundOp {
     gemms_.clear();
     for (const AdaptedRows::Group& group : rows_.groups)
       for (int t = 0; t < (int)targets_.size(); t++)
-        for (int r = 0; group.adapter->pair(targets_[t].number) && r < group.count; r += kRowsTogether)
+        for (int r = 0; group.adapter->pair(targets_[t].number) && r < group.count; r += kLoraRows)
           gemms_.push_back(
-              {group.adapter->pair(targets_[t].number), t, group.begin + r, std::min(kRowsTogether, group.count - r)});
+              {group.adapter->pair(targets_[t].number), t, group.begin + r, std::min(kLoraRows, group.count - r)});
   }
 
   void run(const Batch&, int thread) override {
@@ -70,7 +62,7 @@ class Lora : public BoundOp {
   }
 
   void shrink(const Gemm& p) const {
-    const float* x[kRowsTogether];
+    const float* x[kLoraRows];
     for (int i = 0; i < p.count; i++) x[i] = x_.row(rows_.rows[p.begin + i]);
     k_.shrink(p.pair->a, x, p.count, p.pair->scale, inner(p.begin, p.target), ld());
   }
@@ -87,9 +79,9 @@ class Lora : public BoundOp {
       const int first = (int)std::max<long>(0, begin - before),
                 last = (int)std::min<long>(pair->b.panels(), end - before);
       before += pair->b.panels();
-      for (int r = 0; first < last && r < group.count; r += kRowsTogether) {
-        const int count = std::min(kRowsTogether, group.count - r);
-        float* y[kRowsTogether];
+      for (int r = 0; first < last && r < group.count; r += kLoraRows) {
+        const int count = std::min(kLoraRows, group.count - r);
+        float* y[kLoraRows];
         for (int i = 0; i < count; i++) y[i] = y_.row(rows_.rows[group.begin + r + i]) + targets_[t].offset;
         k_.expand(pair->b, inner(group.begin + r, t), ld(), y, count, first, last);
       }
@@ -107,6 +99,11 @@ class Lora : public BoundOp {
 };
 
 }  // namespace
+
+int inner_width(const AdapterLimits& limits) {
+  const int panel = lora_kernels().a_panel();
+  return (limits.max_rank + panel - 1) / panel * panel;
+}
 
 size_t lora_bytes(const AdapterLimits& limits, int rows, int targets) {
   return (size_t)rows * targets * inner_width(limits) * sizeof(float);

@@ -15,6 +15,7 @@ struct Routing {
   std::vector<int> entry_of;  // [rows][top], ascending, and so in the order of experts
   std::vector<int> chosen;    // [rows][top]: the experts, ascending
   std::vector<float> shares;  // [rows][top]: their weights
+  int experts = 0;            // of the router
   // While ops are bound: the experts whose entries this rank computes.
   int begin = 0, end = 0;
   bool divided = false;
