@@ -44,8 +44,7 @@ class Device:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
     full length needs it. latent_caches: the types of a cache for latent attention. indexers: it has that op.
-    host_memory: it computes in host memory, of which a host cache takes a part. expert_adapters: it computes adapters of
-    experts.
+    host_memory: it computes in host memory, of which a host cache takes a part.
     """
 
     isa: str
@@ -58,7 +57,6 @@ class Device:
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
     indexers = True
     host_memory = True
-    expert_adapters = True
     _library: Any  # the native library for the device
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
@@ -249,7 +247,6 @@ class Gpu(Device):
     indexers = False
     cache_share = largest_cache_share = 0.95
     host_memory = False
-    expert_adapters = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), shared_memory: Any = None):
         """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several, which then

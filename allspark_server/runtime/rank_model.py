@@ -53,7 +53,7 @@ class RankModel:
         #: the layers that adapters may change, by their numbers in the graph's ops
         self.targets: list[Target] = []
         if adapters:
-            self.graph, self.targets = with_adapters(self.graph, device.expert_adapters)
+            self.graph, self.targets = with_adapters(self.graph)
         if of is None and config.speculation == "mtp":
             self.graph = self.graph.with_kept_hidden()
         self._slices: dict[str, ColumnSlice] = {}

@@ -55,7 +55,7 @@ void CudaRunner::compile(bool adapted) {
   Binding b(workspace_, weights_, ranks_ ? &*ranks_ : nullptr, paired_, adapted);
   std::vector<int> numbers, parts;  // ops of the form in the program, and those that the next launch computes
   for (int i = 0; i < (int)program_.ops().size(); i++)
-    if (adapted || !program_.ops()[i].is(Op::lora)) numbers.push_back(i);
+    if (adapted || !program_.ops()[i].adapts()) numbers.push_back(i);
   bind_first_call(b);
   std::vector<OpTime> times(b.launches.size());
   for (size_t i = 0; i < b.ops.size(); i++) {

@@ -154,7 +154,7 @@ int Workspace::max_rows(int tensor) const {
 bool Workspace::is_tiled(int tensor) const {
   bool read = false;
   for (const OpNode& op : program.ops()) {
-    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // lora reads both types
+    if (op.adapts() && op.inputs[0] != tensor) continue;  // these ops read both types
     if (has(op.inputs, tensor)) {
       if (!is_gemm(op) || !weights.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
@@ -170,7 +170,7 @@ bool Workspace::is_tiled(int tensor) const {
 bool Workspace::is_both(int tensor) const {
   bool tiles = false, values = false;
   for (const OpNode& op : program.ops()) {
-    if (op.is(Op::lora) && op.inputs[0] != tensor) continue;  // lora reads both types
+    if (op.adapts() && op.inputs[0] != tensor) continue;  // these ops read both types
     if (has(op.outputs, tensor) && cuda_op(op).output != OutputForm::both) return false;
     if (has(op.inputs, tensor)) (is_gemm(op) && weights.matrix(op.weights[0]).reads_tiles() ? tiles : values) = true;
   }
@@ -211,6 +211,8 @@ void Workspace::allocate_scratch() {
       lora = std::max(lora, (size_t)max_rows(op.inputs[0]) * kMaxTargets *
                                 lora_k_parts(in(op, 1).rows.width, adapters->limits.is_dtype16) *
                                 whole_ranks(adapters->limits.max_rank));
+    else if (op.is(Op::expert_lora) && adapters)
+      lora = std::max(lora, (size_t)max_rows(op.inputs[0]) * whole_ranks(adapters->limits.max_rank));
   const std::vector<OpNode> ops = ops_of(program, false);
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i];

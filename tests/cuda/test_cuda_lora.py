@@ -9,6 +9,7 @@ import os
 import numpy as np
 import pytest
 
+from reference.expert_toys import ADAPTER_GATES, MOST_RANK, AdaptedExperts
 from reference.plan import SAMPLE
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
 from support.gpu_toys import FLOAT16_FACTOR, compiled
@@ -144,6 +145,63 @@ def test_matrices_that_cannot_be_are_refused():
             Adapted(31, [12, 5], [{0: 3}], form, False, dtype, False)
 
 
+# -- experts -----------------------------------------------------------------------------------------------------------
+def experts_on_gpu(dtype: str, *sizes, **more) -> AdaptedExperts:
+    """dtype: of the adapters."""
+    return AdaptedExperts(Toy(SEED), lambda own: compiled(own, adapters=3, adapter_rank=MOST_RANK,
+                                                          adapter_dtype=dtype), *sizes, **more)
+
+
+@pytest.mark.parametrize("form, group, dtype, tolerance", [
+    ("float32", 0, "float32", EXACT), ("bfloat16", 0, "bfloat16", ROUNDED), ("bfloat16", 0, "float32", ROUNDED),
+    ("float16", 0, "float16", ROUNDED * FLOAT16_FACTOR), ("int8", 0, "float32", ROUNDED),
+    ("int4", 32, "bfloat16", ROUNDED), ("w8a8", 0, "float32", 2 * ROUNDED), ("float8", 0, "float32", 4 * ROUNDED)])
+@pytest.mark.parametrize("gates", ADAPTER_GATES)
+@pytest.mark.parametrize("experts, top, width, inner", [(1, 1, 1, 1), (3, 2, 7, 5), (10, 3, 96, 31), (33, 8, 64, 40),
+                                                        (5, 5, 260, 130), (128, 8, 70, 96)])
+def test_experts_of_low_rank(experts, top, width, inner, gates, form, group, dtype, tolerance):
+    """Against the reference; and every row has the same bits alone and beside others, with an adapter or without."""
+    if group and width < 32:
+        pytest.skip("there are others")
+    own = experts_on_gpu(dtype, experts, top, width, inner, form, group, gates)
+    rng = np.random.default_rng(SEED + 2)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    data = step_of(prompts, WHICH)
+    expected, found = own.reference.step(data).logits, own.native.step(data, True).logits
+    own.native.step(plan([], free=range(len(prompts))))
+    error = np.abs(found - expected).max() / max(np.sqrt(np.mean(expected**2)), 1e-3)
+    print(f"error {error:.2e} of {tolerance}")
+    assert error <= tolerance
+    beside = [row.tobytes() for row in found]
+    for prompt, adapter, row in zip(prompts, WHICH, beside):
+        assert rows_of(own.native, [prompt], [adapter]) == [row]
+    plain = rows_of(own.native, prompts, [-1] * len(prompts))  # the form without adapters, whose ops are fused
+    assert all(row == bare for row, bare, adapter in zip(beside, plain, WHICH) if adapter < 0)
+    assert any(row != bare for row, bare, adapter in zip(beside, plain, WHICH) if adapter == 0)
+
+
+@pytest.mark.parametrize("begin, count", [(0, 4), (3, 5), (9, 1)])
+def test_whole_experts_of_a_rank_have_their_adapters(begin, count):
+    own = experts_on_gpu("float32", 10, 3, 40, 24, begin=begin, count=count)
+    rng = np.random.default_rng(SEED + 2)
+    data = step_of([rng.integers(0, VOCAB, length).tolist() for length in LENGTHS], WHICH)
+    expected, found = own.reference.step(data).logits, own.native.step(data, True).logits
+    assert np.abs(found - expected).max() <= EXACT * max(np.sqrt(np.mean(expected**2)), 1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "mixtral"])
+def test_logits_with_adapters_of_experts_are_the_cpus(tmp_path, name):
+    lora = pytest.importorskip("test_lora")
+    base = lora.checkpoints.checkpoint(name)
+    directory = lora.adapters.write_parameters(tmp_path / "one", base, rank=5)
+    with lora.Adapted(name, directory, weight_dtype="float32", compute_unit="CUDA:0") as gpu, \
+            lora.Adapted(name, directory, weight_dtype="float32") as cpu:
+        for length in (1, 7, 129):
+            prompt = lora.checkpoints.prompt_of(length)
+            for row, other in zip(gpu.generate(prompt, 4)[1], cpu.generate(prompt, 4)[1]):
+                assert np.sqrt(np.mean((row - other)**2)) < 1e-3 * other.std()
+
+
 # -- whole models ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype, on_cpu, tolerance", [("float32", "float32", 1e-3), ("bfloat16", "bfloat16", 5.0),
                                                       ("float16", "bfloat16", 1.0)])
@@ -172,17 +230,21 @@ def test_logits_are_the_cpus(tmp_path, name, dtype, on_cpu, tolerance):
                 assert far(row, other) < tolerance * (other.std() if dtype == "float32" else far(rough, other))
 
 
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "qwen3-moe", "gpt-oss"])
 @pytest.mark.parametrize("fields", [
     {"weight_dtype": "float32"}, {"weight_dtype": "bfloat16"}, {"weight_dtype": "float16"}, {"weight_dtype": "w8a8"},
     {"weight_dtype": "float8"}, {"weight_dtype": "int4", "weight_group_size": 32},
 ], ids=lambda fields: fields["weight_dtype"])
-def test_bits_depend_on_nothing_else_in_the_batch(tmp_path, fields):
+def test_bits_depend_on_nothing_else_in_the_batch(tmp_path, fields, name):
     """Rows with an adapter have the bits that they have alone; rows without one, the bits of a batch without adapters.
     Decode runs recorded graphs.
     """
     lora = pytest.importorskip("test_lora")
-    base = lora.checkpoints.checkpoint(lora.NAME)
-    first = lora.adapters.write_adapter(tmp_path / "first", base, rank=16)
+    base = lora.checkpoints.checkpoint(name)
+    if name == lora.NAME:
+        first = lora.adapters.write_adapter(tmp_path / "first", base, rank=16)
+    else:
+        first = lora.adapters.write_parameters(tmp_path / "first", base, rank=16)
     second = lora.adapters.write_adapter(tmp_path / "second", base, ["q_proj", "down_proj"], rank=3)
     prompts = [lora.checkpoints.prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
     with lora.Driver(base, engine_max_batch=6, compute_unit="CUDA:0", **fields) as driver:

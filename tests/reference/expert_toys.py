@@ -14,6 +14,9 @@ ROUTERS = [{"normalized": True}, {}, {"scale": 2.5}, {"scores": "sigmoid"}, {"sc
            {"groups": 12, "top_groups": 7, "scores": "sigmoid", "normalized": True}]
 SIZES = [(1, 1, 1, 1), (3, 2, 7, 5), (10, 3, 24, 31), (5, 5, 97, 48), (33, 8, 64, 40), (128, 8, 70, 96)]
 WHOLE = [(0, 4), (3, 5), (9, 1), (0, 10)]  # of 10 experts those that a rank has: the first, and how many
+#: what is between the products of experts with adapters
+ADAPTER_GATES = {"silu_mul": {}, "clamped_silu_mul": {"alpha": 1.7, "limit": 1.5}}
+MOST_RANK = 40
 
 
 def embedded(own: Toy, width: int) -> int:
@@ -99,6 +102,49 @@ def with_biases(own: Toy, inner: int, form="float32", group=0, gates="silu_mul",
         own.op("add", (x, own.op("combine_experts", (y, scores), 40, rows=ALL)))
     own.finish(x)
     return own
+
+
+class AdaptedExperts:
+    """A layer of experts with adapters, in a backend (`native`) and in the reference. Adapter 0 changes all projections
+    of all experts, adapter 1 only the down projections of the even ones.
+    """
+
+    def __init__(self, own: Toy, compiled, experts: int, top: int, width: int, inner: int, form: str = "float32",
+                 group: int = 0, gates: str = "silu_mul", begin: int = 0, count: int = 0):
+        """compiled(own): the backend's executor. begin, count: the experts of this rank; by default all."""
+        here = count or experts
+        x = own.op("rms_norm", (embedded(own, width),), width, (own.vector(width),), eps=1e-5, unit_offset=False)
+        rows, scores = routed(own, x, experts, top, normalized=True)
+        biased = gates != "silu_mul"
+
+        def linear(of: int, n: int, k: int) -> int:
+            weights = (stack(own, here, n, k, form, group), *((own.vector(here * n),) if biased else ()))
+            return own.op("expert_linear", (of,), n, weights, rows, experts=here, expert_begin=begin)
+
+        both = linear(x, 2 * inner, width)
+        for half in range(2):
+            own.op("expert_lora", (both, x), None, (), target=half * experts, experts=experts, offset=half * inner,
+                   columns=inner)
+        hidden = own.op(gates, (both,), inner, **ADAPTER_GATES[gates])
+        y = linear(hidden, width, inner)
+        own.op("expert_lora", (y, hidden), None, (), target=2 * experts, experts=experts, offset=0, columns=width)
+        own.finish(own.op("combine_experts", (y, scores), width, rows=ALL))
+        self.native = compiled(own)
+        self.reference, rng, known = own.runner(), np.random.default_rng(3), []
+        for index in range(2):
+            filled, pairs = self.native.new_adapter(), {}
+            for target in range(3 * experts):
+                down, expert = target >= 2 * experts, target % experts
+                if (index and (not down or expert % 2)) or not begin <= expert < begin + here:
+                    continue
+                k, n, rank = (inner if down else width), (width if down else inner), 1 + (11 * target + 5) % MOST_RANK
+                a = (rng.normal(size=(rank, k)) * k**-0.5).astype(np.float32)
+                b = (rng.normal(size=(n, rank)) * rank**-0.5).astype(np.float32)
+                assert filled.set(target, a, "F32", b, "F32", 0.7) == 0
+                pairs[target] = (a.astype(float), 0.7 * b)
+            self.native.set_adapter(index, filled)
+            known.append(pairs)
+        self.reference.set_adapter([known])
 
 
 def gated_by_one(own: Toy, width: int) -> Toy:

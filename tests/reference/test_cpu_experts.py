@@ -7,7 +7,9 @@ import pytest
 
 from reference import expert_toys as toys
 from reference.expert_toys import embedded, mlp, routed
+from reference.plan import SAMPLE
 from reference.test_cpu_ops import EXACT, FORMATS, compare, compiled, prompts, seed, step_of, toy
+from reference.toy import item, plan, spans_for, start
 
 __all__ = ["seed"]  # a fixture
 
@@ -73,3 +75,21 @@ def test_what_cannot_be_is_refused():
 
 def test_rows_that_are_no_numbers():
     toys.check_rows_that_are_no_numbers(toy(), compiled, step_of(prompts()), [p[-1] for p in prompts()])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("gates", toys.ADAPTER_GATES)
+@pytest.mark.parametrize("experts, top, width, inner, part", [
+    (1, 1, 1, 1, ()), (3, 2, 7, 5, ()), (10, 3, 97, 31, ()), (33, 8, 64, 40, ()), (10, 3, 24, 16, (3, 5))])
+def test_adapters_of_experts(experts, top, width, inner, part, gates, dtype, tolerance, threads):
+    """dtype: of the adapters."""
+    own = toys.AdaptedExperts(toy(), lambda own: compiled(own, threads, adapters=3, adapter_rank=toys.MOST_RANK,
+                                                          adapter_dtype=dtype),
+                              experts, top, width, inner, "float32", 0, gates, *part)
+    given, which = [*prompts(), prompts()[2][::-1]], (0, -1, 1, 0, -1, 1)
+    work = [item(slot, len(p), SAMPLE, spans=spans_for(len(p), 8 * slot), adapter=adapter)
+            for slot, (p, adapter) in enumerate(zip(given, which))]
+    data = plan(work, [start(slot, p) for slot, p in enumerate(given)])
+    found, expected = own.native.step(data, True).logits, own.reference.step(data).logits
+    assert np.abs(found - expected).max() <= tolerance * max(np.sqrt(np.mean(expected**2)), 1e-3)

@@ -37,8 +37,10 @@ def toy():
 
 
 def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=None, dtype="float32", masks: int = 0,
-             fused: bool = True, long: bool = False):
-    """The same program in the CPU backend; `long` allows contexts of more than 1,000 positions."""
+             fused: bool = True, long: bool = False, **more):
+    """The same program in the CPU backend; `long` allows contexts of more than 1,000 positions; `more` are arguments of
+    allocate().
+    """
     executor = _native.Executor(rank, world, window, [], threads)
     for group in own.cache_groups:
         executor.add_cache_group(*group)
@@ -59,7 +61,8 @@ def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=N
     for op in own.program.ops:
         executor.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     executor.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
-                      num_spans=256 if long else 64, cache_dtype=dtype, max_outputs=64, masks=masks, fused=fused)
+                      num_spans=256 if long else 64, cache_dtype=dtype, max_outputs=64, masks=masks, fused=fused,
+                      **more)
     return executor
 
 

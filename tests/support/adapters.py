@@ -42,16 +42,41 @@ def write_adapter(directory: Path, checkpoint: Path, targets: Any = ALL, rank: i
         a = rng.normal(size=(own, columns)) * columns ** -0.5
         b = rng.normal(size=(rows, own)) * strength
         tensors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
-    encoded = {name: torch.tensor(values).to(_TYPES[dtype]).contiguous() for name, values in tensors.items()}
-    write_safetensors(directory / "adapter_model.safetensors",
-                      [(name, dtype, tuple(t.shape)) for name, t in encoded.items()], {"format": "pt"},
-                      [[t.view(torch.int32 if dtype == "F32" else torch.int16).numpy()] for t in encoded.values()])
+    _write(directory, tensors, dtype)
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": targets, "bias": "none",
               "lora_dropout": 0.05, "base_model_name_or_path": str(checkpoint), "task_type": "CAUSAL_LM", **config}
     if ranks:
         values["rank_pattern"] = ranks
     (directory / "adapter_config.json").write_text(json.dumps(values))
     return directory
+
+
+def write_parameters(directory: Path, checkpoint: Path, rank: int = 8, dtype: str = "F32",
+                     strength: float = 0.2) -> Path:
+    """Writes an adapter for the parameters with all experts of each layer, as PEFT does with transformers 5."""
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(zlib.crc32(directory.name.encode()))
+    _, targets = with_adapters(open_model(str(checkpoint), "").graph)
+    tensors = {}
+    for target in targets:
+        if (rows := target.of_experts) is None or rows.expert:
+            continue
+        wrapped = ".base_layer" if rows.parameter == "gate_up_proj" else ""
+        name, columns = f"base_model.model.{rows.names[0]}{wrapped}", target.weight.columns
+        tensors[f"{name}.lora_A.weight"] = rng.normal(size=(rank * rows.experts, columns)) * columns ** -0.5
+        tensors[f"{name}.lora_B.weight"] = rng.normal(size=(rows.rows, rank * rows.experts)) * strength
+    _write(directory, tensors, dtype)
+    (directory / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": rank, "lora_alpha": 16, "bias": "none",
+        "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}))
+    return directory
+
+
+def _write(directory: Path, tensors: dict[str, np.ndarray], dtype: str) -> None:
+    encoded = {name: torch.tensor(values).to(_TYPES[dtype]).contiguous() for name, values in tensors.items()}
+    write_safetensors(directory / "adapter_model.safetensors",
+                      [(name, dtype, tuple(t.shape)) for name, t in encoded.items()], {"format": "pt"},
+                      [[t.view(torch.int32 if dtype == "F32" else torch.int16).numpy()] for t in encoded.values()])
 
 
 def change_config(directory: Path, **config: Any) -> None:

@@ -43,6 +43,12 @@ void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo
   AS_CALL(p.w.dtype, gemm_dtype16, p, rows, queue, algo);
 }
 
+void add_expert_lora(const ExpertSums& e, int entries, const Queue& queue) {
+  AS_CALL(e.sums.type, add_expert_lora, e, entries, queue);
+}
+void gate_entries(const GatedEntries& g, int entries, const Queue& queue) {
+  AS_CALL(g.out.dtype, gate_entries, g, entries, queue);
+}
 void add_lora(const AdaptedSums& a, int rows, const Queue& queue) { AS_CALL(a.type, add_lora, a, rows, queue); }
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, silu_mul_pairs, in, bias, rows, out, queue);

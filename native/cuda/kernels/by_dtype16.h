@@ -24,6 +24,8 @@ namespace as::cuda {
   AS_OP(gemm_dtype16);          \
   AS_OP(add_lora);              \
   AS_OP(silu_mul_pairs);        \
+  AS_OP(add_expert_lora);       \
+  AS_OP(gate_entries);          \
   AS_OP(store_cache);           \
   AS_OP(attend_decode);         \
   AS_OP(attend_prefill);        \

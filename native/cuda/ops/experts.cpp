@@ -41,6 +41,12 @@ int bind_expert_linear(Binding& b, size_t i) {
   p.w = b.matrix(op), p.bias = b.vector(op, 1), p.gated = gated;
   p.x = x.rows, p.y = gated ? b.out(b.ops[i + 1]).rows : y.rows;
   if (gated) e.gating = gating_of(b.ops[i + 1]);
+  if (!gated && b.paired.count(op.weights[0])) {  // an adapter adds to the columns before the activation
+    b.interleaved[op.outputs[0]] = p.bias;
+    p.bias = nullptr, p.y.width = p.w.n;
+  } else {
+    b.interleaved.erase(op.outputs[0]);  // another layer's matrix has another format
+  }
   e.routing = b.workspace.expert_rows.at(y.row_set).routing, e.gathers = x.row_set != y.row_set;
   if (p.w.takes_bytes()) {
     p.w.max_split_k = 1;

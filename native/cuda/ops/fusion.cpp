@@ -14,7 +14,7 @@ constexpr int kMaxNormed = 8192;  // columns: up to this width all kernels norm 
 std::vector<OpNode> ops_of(const Program& program, bool adapted) {
   std::vector<OpNode> ops = program.ops();
   if (!adapted)
-    ops.erase(std::remove_if(ops.begin(), ops.end(), [](const OpNode& op) { return op.is(Op::lora); }), ops.end());
+    ops.erase(std::remove_if(ops.begin(), ops.end(), [](const OpNode& op) { return op.adapts(); }), ops.end());
   return ops;
 }
 

@@ -5,7 +5,7 @@
 
 namespace as::cuda {
 
-// The ops of a form: all ops with adapters, all except lora without.
+// The ops of a form: all ops with adapters, all except those of adapters without.
 std::vector<OpNode> ops_of(const Program& program, bool adapted);
 
 // Whether an op from `first` on reads a tensor before one overwrites it.

@@ -9,14 +9,20 @@ int bind_silu_mul(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   const Tensor x = b.in(op), y = b.out(op);
   const auto found = b.interleaved.find(op.inputs[0]);
-  if (found != b.interleaved.end())
+  const auto routed = b.workspace.expert_rows.find(x.row_set);
+  if (found != b.interleaved.end() && routed != b.workspace.expert_rows.end()) {
+    const GatedEntries g{x.values(), paired_rows(x.rows.width), found->second, routed->second.routing, gating_of(op),
+                         y.rows};
+    b.add_launch(x.row_set, [=, queue = b.queue](int rows) { gate_entries(g, rows, queue); });
+  } else if (found != b.interleaved.end()) {
     b.add_launch(x.row_set, [=, bias = found->second, queue = b.queue](int rows) {
       silu_mul_pairs(x.values(), bias, rows, y.rows, queue);
     });
-  else
+  } else {
     b.add_launch(x.row_set, [=, gating = gating_of(op), queue = b.queue](int rows) {
       silu_mul(x.values(), gating, rows, y.rows, queue);
     });
+  }
   return 0;
 }
 

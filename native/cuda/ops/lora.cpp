@@ -44,7 +44,28 @@ int bind_lora(Binding& b, size_t i) {
   return (int)(last - i);
 }
 
-const RegisterCudaOp kLora(Op::lora, bind_lora);
+int bind_expert_lora(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  const Adapters& adapters = *b.workspace.adapters;
+  const Tensor y = b.in(op), x = b.in(op, 1);
+  const RowSet& entries = b.workspace.program.row_sets()[y.row_set];
+  ExpertSums e;
+  e.routing = b.workspace.expert_rows.at(y.row_set).routing, e.gathers = x.row_set != y.row_set;
+  AdaptedSums& sums = e.sums;
+  sums.pairs = adapters.table(), sums.targets = adapters.targets(), sums.adapter_count = adapters.limits.count;
+  sums.adapters = b.workspace.data->adapters();
+  sums.chosen = entries.of == kOutputRows ? b.workspace.data->chosen() : nullptr;
+  sums.is_dtype16 = adapters.limits.is_dtype16, sums.type = b.workspace.dtype, sums.max_rank = adapters.limits.max_rank;
+  sums.inner = b.workspace.inner.as<float>();
+  sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
+  if (b.interleaved.count(op.inputs[0])) sums.paired_gates = y.rows.width / 2, sums.width = paired_rows(y.rows.width);
+  sums.count = 1, sums.columns[0] = {op.integer("target"), op.integer("offset"), op.integer("columns")};
+  if (sums.columns[0].columns)
+    b.add_launch(y.row_set, [=, queue = b.queue](int rows) { add_expert_lora(e, rows, queue); });
+  return 0;
+}
+
+const RegisterCudaOp kLora(Op::lora, bind_lora), kExpertLora(Op::expert_lora, bind_expert_lora);
 
 }  // namespace
 }  // namespace as::cuda

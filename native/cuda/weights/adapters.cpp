@@ -86,10 +86,11 @@ std::vector<LoraPair> Adapter::upload() {
 Adapters::Adapters(const Device& device, const AdapterLimits& limits, const Program& program)
     : limits(limits), device_(device), loaded_(limits.count) {
   for (const OpNode& op : program.ops()) {
-    if (!op.is(Op::lora)) continue;
-    const size_t target = op.integer("target");
-    if (target >= targets_.size()) targets_.resize(target + 1);
-    targets_[target] = {program.in(op, 1).width, op.integer("columns")};
+    if (!op.adapts()) continue;
+    const size_t begin = op.integer("target"), end = begin + (op.is(Op::expert_lora) ? op.integer("experts") : 1);
+    if (end > targets_.size()) targets_.resize(end);
+    for (size_t target = begin; target < end; target++)
+      targets_[target] = {program.in(op, 1).width, op.integer("columns")};
   }
   device.use();
   table_ = Memory(limits.count * targets_.size() * sizeof(LoraPair), "a table of adapters");

@@ -1,6 +1,6 @@
 // LoRA adapters.
 #pragma once
-#include "cuda/kernels/common/types.h"
+#include "cuda/kernels/moe/moe.h"
 
 namespace as::cuda {
 
@@ -50,5 +50,26 @@ struct AdaptedSums {
   float* added = nullptr;
 };
 void add_lora(const AdaptedSums& a, int rows, const Queue& queue);
+
+// The same for the entries of a step, for the one target columns[0] that expert 0 has; the next expert has the next
+// target. Nothing is fused. inner: [entries, whole_ranks(max_rank)]. gathers: x has rows, otherwise entries.
+struct ExpertSums {
+  AdaptedSums sums;
+  Routing routing;
+  bool gathers = false;
+};
+void add_expert_lora(const ExpertSums& e, int entries, const Queue& queue);
+
+// Gating of entries whose gate and up columns are in pair_rows()' order, with the bits of gated GEMMs of experts. bias:
+// null, or each expert's, added first.
+struct GatedEntries {
+  const float* pairs = nullptr;
+  int pairs_width = 0;
+  const float* bias = nullptr;
+  Routing routing;
+  Gating gating;
+  Rows out;
+};
+void gate_entries(const GatedEntries& g, int entries, const Queue& queue);
 
 }  // namespace as::cuda
