@@ -189,12 +189,18 @@ def test_whole_experts_of_a_rank_have_their_adapters(begin, count):
     assert np.abs(found - expected).max() <= EXACT * max(np.sqrt(np.mean(expected**2)), 1e-3)
 
 
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "mixtral"])
-def test_logits_with_adapters_of_experts_are_the_cpus(tmp_path, name):
+def test_logits_with_adapters_of_experts_are_the_cpus(tmp_path, name, world):
     lora = pytest.importorskip("test_lora")
+    from allspark_server import _cuda
+
+    if _cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
     base = lora.checkpoints.checkpoint(name)
     directory = lora.adapters.write_parameters(tmp_path / "one", base, rank=5)
-    with lora.Adapted(name, directory, weight_dtype="float32", compute_unit="CUDA:0") as gpu, \
+    unit = ",".join(map(str, range(world)))
+    with lora.Adapted(name, directory, world, weight_dtype="float32", compute_unit=f"CUDA:{unit}") as gpu, \
             lora.Adapted(name, directory, weight_dtype="float32") as cpu:
         for length in (1, 7, 129):
             prompt = lora.checkpoints.prompt_of(length)
