@@ -75,8 +75,8 @@ class Device:
         """A native executor for a model. shared_memory: the ranks' shared memory, None for one rank."""
         raise NotImplementedError
 
-    def draft_executor(self, executor: Any) -> Any:
-        """An executor for the draft model of `executor`."""
+    def draft_executor(self, executor: Any, divided: bool) -> Any:
+        """An executor for the draft model or head of `executor`. divided: whether each rank has a part of it."""
         raise NotImplementedError
 
     def draft_shard(self, rank: int, world: int) -> tuple[int, int]:
@@ -191,7 +191,7 @@ class Cpus(Device):
         """See `Device.executor`."""
         return self._library.Executor(rank, world, shared_memory, self._cpus, self._threads)
 
-    def draft_executor(self, executor: Any) -> Any:
+    def draft_executor(self, executor: Any, divided: bool) -> Any:
         """See `Device.draft_executor`."""
         return executor.beside()
 
@@ -224,9 +224,7 @@ class Cpus(Device):
         forms = 2 if model.targets else 1  # the program with adapters and without
         together = max((len(target.weight.parts) for target in model.targets), default=0)
         lora = native.lora_bytes(rows, together, model.config.lora_max_rank) if together else 0
-        # Hidden states for a draft head: of a step, and of each sequence that gets no drafts for some steps.
-        states = rows + native.HELD_STATES * model.config.engine_max_batch
-        kept = sum(4 * states * graph.config.hidden_size for op in graph.ops if op.type == "keep_hidden")
+        kept = kept_bytes(model, rows)
         scores = 0
         for op in graph.ops:
             if op.type == "indexer":  # of one layer at a time
@@ -279,8 +277,6 @@ class Gpu(Device):
             missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
-        if config.speculation == "mtp":
-            missing.append("speculation='mtp'")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 
@@ -306,9 +302,10 @@ class Gpu(Device):
         found, self._first = self._first, None
         return found or self._executor()
 
-    def draft_executor(self, executor: Any) -> Any:
+    def draft_executor(self, executor: Any, divided: bool) -> Any:
         """See `Device.draft_executor`."""
-        return executor.beside(native_library().HostSampler(self._threads))
+        shared = self._shared_memory if divided else None
+        return executor.beside(native_library().HostSampler(self._threads, shared_memory=shared), shared)
 
     def draft_shard(self, rank: int, world: int) -> tuple[int, int]:
         """See `Device.draft_shard`. Every GPU has the whole model: the sums of shards would take longer."""
@@ -354,6 +351,7 @@ class Gpu(Device):
             model.world, rows, net.hidden_size, dtype, outputs, net.vocab_size) if model.world > 1 else 0
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
+                + kept_bytes(model, rows)
                 + model.span_bytes(self)  # a span of zeros stands for positions that windows have left behind
                 + self._widened_bytes(model, rows, outputs) + self._delta_bytes(model, rows))
 
@@ -397,6 +395,15 @@ def delta_heads(graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int, 
     key_dim, value_dim = (int(op.attrs[name])
                           for name in (("state_dim", "head_dim") if state_space else ("key_dim", "value_dim")))
     return keys // key_dim, first if state_space else last, key_dim, value_dim
+
+
+def kept_bytes(model: RankModel, rows: int) -> int:
+    """Bytes of the hidden states that a model keeps for a draft head: of a step's rows, and places of each sequence."""
+    ops = {op.type for op in model.graph.ops}
+    if "keep_hidden" not in ops or "kept_hidden" in ops:
+        return 0
+    places = rows + native_library().STATE_PLACES * model.config.engine_max_batch
+    return 4 * places * model.graph.config.hidden_size
 
 
 def tensor_bytes(model: RankModel, rows: int, outputs: int) -> int:

@@ -134,9 +134,12 @@ class ModelRunner:
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, *step)
         if self._draft is not None:
-            self._draft_executor = device.draft_executor(self._executor)
+            self._draft_executor = device.draft_executor(self._executor, self._draft.world > 1)
             with memory_errors(f"loading the weights of {self._draft_name}"):
                 self._draft.load(self._draft_executor, None, self._executor)
+            if self._draft.world > 1:
+                with memory_errors(f"allocating the exchange buffers of {self._draft_name}"):
+                    self.address += " " + device.share(self._draft_executor, *self._draft_step())
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
                     mib(self._executor.weight_bytes()), self.config.model_name, model.weight_dtype,
                     time.perf_counter() - began)
@@ -155,7 +158,9 @@ class ModelRunner:
         all ranks that have opened it have left it.
         """
         self._loaded()
-        self._device.connect(self._executor, addresses)
+        executors = [self._executor] + [self._draft_executor] * (self._draft is not None and self._draft.world > 1)
+        for i, executor in enumerate(executors):  # an address for each
+            self._device.connect(executor, [address.split(" ")[i] for address in addresses])
 
     def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None) -> ModelInfo:
         """Allocates KV cache and activations, after which the model can run steps. With several ranks, connect() comes

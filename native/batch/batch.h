@@ -65,7 +65,9 @@ struct Batch {
   std::vector<Item> items;
   // Copies of the slots' recurrent states to and from spans, made before the rows are computed; saves come first.
   std::vector<StateCopy> saved_states, loaded_states;
-  std::vector<const float*> hidden;  // of a draft head's batch: the hidden state that each row takes
+  // If there is a draft head: the place where each row's hidden state is kept, -1: nowhere; in the head's own batches
+  // also the place of the state that each row takes (batch/draft_head.h).
+  std::vector<int> keeps, takes;
   const std::vector<Slot>* slots = nullptr;
 
   const Slot& slot(int index) const { return (*slots)[index]; }
@@ -93,19 +95,11 @@ class SpanStore {
   virtual double finish() { return 0; }
 };
 
-// The rows that a program's keep_hidden has kept of the latest batch; width 0: it keeps none.
-struct KeptRows {
-  const float* data = nullptr;
-  int width = 0;
-  const float* row(int index) const { return data + (size_t)index * width; }
-};
-
 // A program compiled for a device, with its weights, cache and peers.
 class Runner {
  public:
   virtual ~Runner() = default;
   virtual RunOutput run(const Batch& batch, bool want_logits) = 0;
-  virtual KeptRows kept() const { return {}; }
 };
 
 }  // namespace as

@@ -2,17 +2,7 @@
 
 #include <chrono>
 
-#include "batch/draft_head.h"
-#include "batch/draft_model.h"
-
 namespace as {
-
-Decoder::Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits)
-    : runner_(runner), store_(store), slots_(limits) {
-  if (draft && draft->kept().width)
-    drafter_ = std::make_unique<DraftHead>(*draft, runner, limits.max_rows, limits.max_slots);
-  else if (draft) drafter_ = std::make_unique<DraftModel>(*draft, limits.max_rows);
-}
 
 StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   const Plan plan = Plan::parse(bytes, slots_.groups());
@@ -25,10 +15,10 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
     output.copy_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   }
   if (drafter_) drafter_->draft(slots_);
-  const Batch& batch = slots_.batch();
+  Batch& batch = slots_.batch();
   if (batch.empty()) return output;
+  if (drafter_) drafter_->place(batch);
   RunOutput result = runner_.run(batch, want_logits);
-  if (drafter_) drafter_->computed(batch);
   const double copy_seconds = output.copy_seconds;
   output = output_of(batch, result, slots_.accept(batch, result.samples));
   output.copy_seconds = copy_seconds;

@@ -48,9 +48,10 @@ StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Sl
 
 class Decoder {
  public:
-  // Runners must outlive the decoder. draft: null, or a draft model with the same vocabulary, cache groups and spans;
-  // a draft head if it keeps hidden states. store: null, or the second tier of both caches.
-  Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits);
+  // The runner must outlive the decoder. drafter: null, or that of a model with the same vocabulary, cache groups and
+  // spans. store: null, or the second tier of both caches.
+  Decoder(Runner& runner, std::unique_ptr<Drafter> drafter, SpanStore* store, SlotLimits limits)
+      : runner_(runner), store_(store), slots_(std::move(limits)), drafter_(std::move(drafter)) {}
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow the previous ones.
   StepOutput step(const std::string& plan, bool want_logits);
   // Sets whether an adapter is loaded. Rows may use loaded adapters only.
@@ -60,7 +61,7 @@ class Decoder {
   Runner& runner_;
   SpanStore* store_;
   Slots slots_;
-  std::unique_ptr<Drafter> drafter_;
+  const std::unique_ptr<Drafter> drafter_;
 };
 
 }  // namespace as

@@ -5,61 +5,48 @@
 
 namespace as {
 
-void DraftHead::computed(const Batch& batch) {
+void DraftHead::place(Batch& batch) {
+  batch.keeps.clear();
   for (const Item& item : batch.items) {
     Unread& unread = unread_[item.slot];
     const int64_t sequence = batch.slot(item.slot).sequence;
-    if (unread.sequence != sequence) unread.sequence = sequence, unread.held = 0;
-    unread.row = item.row, unread.start = item.start, unread.count = item.count;
+    if (unread.sequence != sequence) unread.sequence = sequence, unread.first = item.start;
+    unread.start = item.start, unread.end = item.start + item.count, unread.row = item.row - item.start;
+    unread.ringed = std::max(item.start, unread.end - kLast);
+    for (int p = item.start; p < unread.end; p++) batch.keeps.push_back(place_of(item.slot, p));
   }
 }
 
-const float* DraftHead::state(const Unread& unread, int position) const {
-  const int width = model_.kept().width;
-  if (unread.held && position < unread.held_from + unread.held)
-    return unread.rows.data() + (size_t)(position - unread.held_from) * width;
-  return model_.kept().row(unread.row + position - unread.start);
-}
-
-// Holds the states of these positions and forgets the others. The model's next batch overwrites its own.
-void DraftHead::hold(Unread& unread, int first, int end) {
-  const int width = model_.kept().width;
-  unread.rows.resize((size_t)kHeld * width);
-  for (int p = first; p < end; p++) {
-    const float* from = state(unread, p);  // never before the place that it moves to
-    float* to = unread.rows.data() + (size_t)(p - first) * width;
-    if (from != to) std::copy_n(from, width, to);
-  }
-  unread.held_from = first, unread.held = end - first, unread.count = 0;
-}
-
-// Decides which rows to compute, and holds the states of the others.
+// Decides which rows to compute.
 void DraftHead::plan(Slots& slots) {
   parts_.clear();
-  wanted_.assign(unread_.size(), 0);
-  for (const Slots::Pending& item : slots.pending())
-    if (item.by_model()) wanted_[item.slot] = item.drafts;
+  coming_.assign(unread_.size(), nullptr);
+  for (const Slots::Pending& item : slots.pending()) coming_[item.slot] = &item;
   for (int i = 0; i < (int)unread_.size(); i++) {
     Unread& unread = unread_[i];
     Slot& slot = slots.slot(i);
-    if (!slot.live || unread.sequence != slot.sequence) unread.held = unread.count = 0;
-    if (!unread.held && !unread.count) continue;
-    // Positions that are accepted: the model has computed them, and the token that follows is known.
-    const int first = std::max(slot.drafted, unread.first()), end = slot.cached;
-    if (first < end && (wanted_[i] || end - first > kHeld)) {
-      // Without drafts one row is left, from which drafts can begin.
-      parts_.push_back({i, first, end - !wanted_[i], wanted_[i]});
-      slot.drafted = parts_.back().end;
-    } else {
-      hold(unread, std::min(first, end), end);
+    if (!slot.live || unread.sequence != slot.sequence) continue;
+    // Positions that are accepted: the model computes them, and the token that follows is known.
+    unread.first = std::max(slot.drafted, unread.first);
+    int end = std::min(slot.cached, unread.end);
+    const bool known = slot.history[end] >= 0;
+    const Slots::Pending* coming = coming_[i];
+    const int drafts = coming && coming->by_model() && coming->rows == 1 && known ? coming->drafts : 0;
+    // The step would overwrite the states in places of the batch, and with many rows those in the ring.
+    const bool lost = unread.in_batch(end - 1) || (coming && coming->rows + coming->drafts > kLast);
+    // Without drafts one row is left, from which drafts can begin.
+    if (!drafts && !(lost && known)) end--;
+    if (unread.first < end && (drafts || lost || unread.in_batch(unread.first) || end - unread.first >= kHeld)) {
+      parts_.push_back({i, unread.first, end, drafts});
+      slot.drafted = end;
     }
   }
 }
 
-// Adds a row: the hidden state of a position, and the token of the next one.
-void DraftHead::add(int slot, int position, int token, const float* hidden) {
+// Adds a row: the place of a position's hidden state, and the token of the next position.
+void DraftHead::add(int slot, int position, int token, int takes) {
   batch_.rows.push_back({slot, position, token});
-  batch_.hidden.push_back(hidden);
+  batch_.takes.push_back(takes), batch_.keeps.push_back(-1);
 }
 
 void DraftHead::draft(Slots& slots) {
@@ -69,7 +56,8 @@ void DraftHead::draft(Slots& slots) {
   batch_.slots = &slots.all();
   const auto add_rows = [&](const Part& part, int first, int end, bool samples) {
     const Slot& slot = slots.slot(part.slot);
-    for (int p = first; p < end; p++) add(part.slot, p, slot.history[p + 1], state(unread_[part.slot], p));
+    for (int p = first; p < end; p++) add(part.slot, p, slot.history[p + 1], place_of(part.slot, p));
+    if (samples) batch_.keeps.back() = own_place(part.slot);
     if (end > first) end_item(part.slot, end - first, samples);
   };
   // Rows that do not fit the run with the last rows, from which drafts begin, are computed before it.
@@ -91,15 +79,11 @@ void DraftHead::draft(Slots& slots) {
     add_rows(part, part.first, part.end, part.drafts > 0);
     if (part.drafts) sampling.push_back({part.slot, part.drafts});
   }
-  sample(slots, std::move(sampling), [&](int slot, int output) {
+  sample(slots, std::move(sampling), [&](int slot) {
     const std::vector<int32_t>& history = slots.slot(slot).history;
-    add(slot, (int)history.size() - 2, history.back(), program_.kept().row(output));
+    add(slot, (int)history.size() - 2, history.back(), own_place(slot));
+    batch_.keeps.back() = own_place(slot);
   });
-  for (const Part& part : parts_) {
-    Unread& unread = unread_[part.slot];
-    const int end = slots.slot(part.slot).cached;
-    hold(unread, part.end, end);
-  }
 }
 
 }  // namespace as

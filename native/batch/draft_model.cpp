@@ -18,14 +18,14 @@ void DraftModel::draft(Slots& slots) {
     const Slot& slot = slots.slot(item.slot);
     const int room = max_rows_ - (int)batch_.rows.size(), first = slot.drafted, end = std::min(item.end, first + room);
     const bool samples = item.by_model() && item.drafts > 0 && end == item.end;
-    if (item.samples() && item.rows == 1 && !item.by_model())
+    if (item.samples() && item.rows == 1 && !(item.by_model() && item.drafts))
       continue;  // no drafts this time: a later step computes the missing positions
     if (end <= first) continue;
     add_rows(item.slot, first, end);
     end_item(item.slot, end - first, samples);
     if (samples) sampling.push_back({item.slot, item.drafts});
   }
-  sample(slots, std::move(sampling), [&](int index, int) {
+  sample(slots, std::move(sampling), [&](int index) {
     const int length = (int)slots.slot(index).history.size();
     add_rows(index, length - 1, length);
   });

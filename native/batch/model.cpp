@@ -30,4 +30,9 @@ int Model::adapter_targets() const {
   return targets;
 }
 
+bool Model::is_draft_head() const {
+  return std::any_of(program_.ops().begin(), program_.ops().end(),
+                     [](const OpNode& op) { return op.is(Op::kept_hidden); });
+}
+
 }  // namespace as

@@ -14,6 +14,8 @@ class Model : public StepModel {
  public:
   Program& program() { return program_; }
   const Program& program() const { return program_; }
+  // Whether the program is a draft head, which takes the hidden states of another program.
+  bool is_draft_head() const;
   // Null before allocation, on ranks that do not sample, and if there are no masks.
   std::shared_ptr<Masks> masks() const { return masks_; }
 

@@ -16,6 +16,16 @@ bool has_drafts(const Batch& batch) {
 
 }  // namespace
 
+RunOutput DraftRunner::run(const Batch& batch, bool want_logits) {
+  constexpr int kMostQueued = 2;  // runs whose rows the runner holds
+  if (queued_ == kMostQueued) runner_.finish({}), queued_ = 0;
+  runner_.begin(batch, want_logits);
+  runner_.sample(batch);
+  if (batch.outputs.empty()) return queued_++, RunOutput{};
+  queued_ = 0;
+  return runner_.finish(batch);
+}
+
 StepOutput QueuedDecoder::step(const std::string& plan, bool want_logits) {
   if (!begin(plan, want_logits)) throw std::logic_error("step() while another step is not finished");
   sample();
@@ -26,9 +36,9 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   const bool first = steps_.empty();
   if (steps_.size() > 1 || (!first && !steps_.back().foretold)) return false;
   const Plan plan = Plan::parse(bytes, slots_.groups());
-  if (!first && has_drafts(plan)) return false;  // lookup needs the tokens that the current step samples
+  if (!first && has_drafts(plan)) return false;  // drafts follow the tokens that the current step samples
   try {
-    slots_.check(plan, false);
+    slots_.check(plan, drafter_ != nullptr);
   } catch (const std::invalid_argument&) {
     if (first) throw;
     return false;  // the error is raised when the plan is submitted again
@@ -36,7 +46,9 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   slots_.begin(plan);
   const bool copies = !plan.saved.empty() || !plan.restored.empty();
   if (copies) store_->copy(plan.saved, plan.restored);
+  if (drafter_) drafter_->draft(slots_);
   steps_.push_back({slots_.batch(), copies});
+  if (drafter_) drafter_->place(steps_.back().batch);
   if (!steps_.back().batch.empty()) runner_.begin(steps_.back().batch, want_logits);
   return true;
 }

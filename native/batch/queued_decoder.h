@@ -22,11 +22,26 @@ class QueuedRunner {
   virtual RunOutput finish(const Batch& batch) = 0;
 };
 
+// A drafter's program on such a device.
+class DraftRunner : public Runner {
+ public:
+  explicit DraftRunner(QueuedRunner& runner) : runner_(runner) {}
+  // Waits for the samples, if there are any.
+  RunOutput run(const Batch& batch, bool want_logits) override;
+
+ private:
+  QueuedRunner& runner_;
+  int queued_ = 0;  // runs since the latest one that was waited for
+};
+
 class QueuedDecoder {
  public:
-  // The runner must outlive the decoder. store: null, or the cache's second tier, whose copies are queued, too.
-  QueuedDecoder(QueuedRunner& runner, SpanStore* store, SlotLimits limits)
-      : runner_(runner), store_(store), slots_(std::move(limits)) {}
+  // The runner must outlive the decoder. drafter: null, or as in Decoder; it waits for the drafts that it makes, and
+  // queues all else. A step with drafts begins when no other one is unfinished, because drafts follow the sequences'
+  // latest tokens; steps without drafts are queued. store: null, or the second tier of the caches, whose copies are
+  // queued, too.
+  QueuedDecoder(QueuedRunner& runner, std::unique_ptr<Drafter> drafter, SpanStore* store, SlotLimits limits)
+      : runner_(runner), store_(store), slots_(std::move(limits)), drafter_(std::move(drafter)) {}
 
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow the previous ones.
   StepOutput step(const std::string& plan, bool want_logits);
@@ -48,6 +63,7 @@ class QueuedDecoder {
   QueuedRunner& runner_;
   SpanStore* store_;
   Slots slots_;
+  const std::unique_ptr<Drafter> drafter_;
   std::deque<Step> steps_;  // begun steps, at most two; the second one has not sampled yet
 };
 

@@ -172,7 +172,7 @@ void Slots::begin(const Plan& plan) {
   }
 }
 
-const Batch& Slots::batch() {
+Batch& Slots::batch() {
   batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear();
   for (const Pending& p : pending_) {
     Slot& slot = slots_[p.slot];

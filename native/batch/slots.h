@@ -47,7 +47,7 @@ class Slots {
   Slot& slot(int index) { return slots_[index]; }
 
   // The step's rows, including the drafts at the ends of the histories.
-  const Batch& batch();
+  Batch& batch();
   // Applies the step's samples. Returns for each item that samples: its `count` tokens, from samples[output] on, and
   // how many drafts it verified.
   struct Accepted {

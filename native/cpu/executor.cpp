@@ -44,7 +44,7 @@ int Executor::share_matrix(const Executor& other, int id) {
 }
 
 void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused,
-                        std::shared_ptr<Executor> draft, int masks, const AdapterLimits& adapters) {
+                        std::shared_ptr<Executor> draft, int masks, const AdapterLimits& adapters, bool queued) {
   if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
   draft_ = std::move(draft);
   allocate_masks(masks, rank_ == 0);
@@ -64,7 +64,16 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   0,
                   std::vector<char>(adapters.count),
                   runner_->state_spans()};
-  decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, nullptr, slot_limits_);
+  if (draft_) draft_->runner_->share_states(*runner_);
+  if (queued) asynchronous_.emplace(*runner_);
+  make_decoder();
+}
+
+void Executor::make_decoder() {
+  std::unique_ptr<Drafter> drafter;
+  if (draft_) drafter = make_drafter(*draft_->runner_, draft_->is_draft_head(), slot_limits_);
+  if (asynchronous_) queued_.emplace(*asynchronous_, std::move(drafter), host_cache_.get(), slot_limits_);
+  else decoder_.emplace(*runner_, std::move(drafter), host_cache_.get(), slot_limits_);
 }
 
 std::shared_ptr<Adapter> Executor::new_adapter() const {
@@ -73,10 +82,11 @@ std::shared_ptr<Adapter> Executor::new_adapter() const {
 }
 
 void Executor::set_adapter(int index, std::shared_ptr<const Adapter> adapter) {
-  if (!decoder_) throw std::invalid_argument("allocate() before set_adapter()");
+  if (!runner_) throw std::invalid_argument("allocate() before set_adapter()");
   check_adapter(index);
   slot_limits_.adapters[index] = adapter != nullptr;
-  decoder_->set_adapter(index, adapter != nullptr);
+  if (queued_) queued_->set_adapter(index, adapter != nullptr);
+  else decoder_->set_adapter(index, adapter != nullptr);
   adapters_->set(index, std::move(adapter));
 }
 
@@ -90,7 +100,7 @@ std::vector<const SpanCache*> Executor::caches() const {
 void Executor::allocate_host_cache(int spans, int file, size_t offset) {
   host_cache_ = std::make_unique<HostCache>(caches(), *pool_, spans, file, offset);
   slot_limits_.host_spans = spans;
-  decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, host_cache_.get(), slot_limits_);
+  make_decoder();
 }
 
 std::pair<std::vector<SpanCopy>, int> Executor::verify_host_cache() {
@@ -99,7 +109,8 @@ std::pair<std::vector<SpanCopy>, int> Executor::verify_host_cache() {
 }
 
 StepOutput Executor::step(const std::string& plan, bool want_logits) {
-  if (!decoder_) throw std::invalid_argument("allocate() before step()");
+  if (!runner_) throw std::invalid_argument("allocate() before step()");
+  if (queued_) return queued_->step(plan, want_logits);
   return decoder_->step(plan, want_logits);
 }
 

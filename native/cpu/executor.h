@@ -11,6 +11,7 @@
 #include "comm/shared_memory.h"
 #include "cpu/host_cache.h"
 #include "cpu/pool.h"
+#include "cpu/queued_runner.h"
 #include "cpu/runner.h"
 #include "cpu/weights.h"
 #include "program/program.h"
@@ -36,9 +37,10 @@ class Executor : public Model {
 
   // Compiles the program; program and weights must not change afterwards. draft: a model that shares this one's threads
   // and was allocated with the same spans. masks: how many plans may refer to. adapters: limits, if the program has
-  // lora ops.
+  // lora ops. queued: begin() queues steps, as on asynchronous devices, for tests.
   void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true,
-                std::shared_ptr<Executor> draft = nullptr, int masks = 0, const AdapterLimits& adapters = {});
+                std::shared_ptr<Executor> draft = nullptr, int masks = 0, const AdapterLimits& adapters = {},
+                bool queued = false);
   // After allocate(): an empty adapter for this program. Any thread may fill it while steps run.
   std::shared_ptr<Adapter> new_adapter() const;
   // Called between steps: sets the adapter that plans refer to by this index. null: none.
@@ -49,6 +51,10 @@ class Executor : public Model {
   std::pair<std::vector<SpanCopy>, int> verify_host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
   StepOutput step(const std::string& plan, bool want_logits) override;
+  bool begin(const std::string& plan) override { return queued_ && queued_->begin(plan); }
+  void sample() override { queued_->sample(); }
+  bool done() const override { return !queued_ || queued_->done(); }
+  StepOutput finish() override { return queued_->finish(); }
   void set_profiling(bool on) override;
   // Empty before allocate().
   const std::vector<CpuRunner::Step>& steps() const;
@@ -64,6 +70,7 @@ class Executor : public Model {
 
  private:
   std::vector<const SpanCache*> caches() const;
+  void make_decoder();
   Core core() { return {rank_, world_, world_ > 1 ? shared_memory_.get() : nullptr, *pool_, kernels()}; }
 
   int rank_, world_;
@@ -75,7 +82,9 @@ class Executor : public Model {
   std::unique_ptr<CpuRunner> runner_;
   std::unique_ptr<HostCache> host_cache_;
   std::optional<Decoder> decoder_;
-  Buffer scratch_;  // of multiply()
+  std::optional<QueuedCpuRunner> asynchronous_;  // of queued_
+  std::optional<QueuedDecoder> queued_;          // in place of decoder_
+  Buffer scratch_;                               // of multiply()
 };
 
 }  // namespace as

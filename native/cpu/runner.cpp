@@ -6,6 +6,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "batch/draft_head.h"
 #include "cpu/ops/gemm.h"
 #include "cpu/ops/indexer.h"
 #include "cpu/ops/routing.h"
@@ -74,9 +75,13 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     forms.emplace_back(form, lay_out(*form, needs));
   }
   allocate(needs);
-  for (const OpNode& op : program.ops())
-    if (op.is(Op::keep_hidden)) kept_width_ = program.in(op).width;
-  kept_.resize((size_t)limits.max_rows * kept_width_);
+  bool takes_states = false;  // a draft head has its model's
+  for (const OpNode& op : program.ops()) {
+    takes_states |= op.is(Op::kept_hidden);
+    if (op.is(Op::keep_hidden) && !takes_states)
+      own_states_.resize(DraftHead::places(limits.max_rows, limits.max_slots) * program.in(op).width);
+  }
+  states_ = own_states_.data();
   for (auto& [form, offsets] : forms) {
     for (size_t t = 0; t < offsets.size(); t++)
       if (offsets[t] != kNowhere) form->tensors[t].data = reinterpret_cast<float*>(activations_.as() + offsets[t]);
@@ -89,8 +94,8 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
   form.begin = steps_.size();
   for (size_t i = 0; i < form.ops.size(); i++) {
     const FusedOp& fused = form.ops[i];
-    Binding binding{core_,     {},      limits_, cache_,   scratch_,     rotary_,     attention_,
-                    routings_, output_, masks,   adapters, kept_.data(), &slot_pages_};
+    Binding binding{core_,     {},      limits_, cache_,   scratch_, rotary_,     attention_,
+                    routings_, output_, masks,   adapters, &states_, &slot_pages_};
     for (size_t p = 0; p < fused.parts.size(); p++) {
       const OpNode& op = program_.ops()[fused.parts[p]];
       Part part{op, weights_, {}, {}};

@@ -41,7 +41,8 @@ class CpuRunner : public Runner {
             const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
   RunOutput run(const Batch& batch, bool want_logits) override;
-  KeptRows kept() const override { return {kept_.data(), kept_width_}; }
+  // This draft head's program takes the hidden states that `model` keeps, and keeps its own beside them.
+  void share_states(const CpuRunner& model) { states_ = model.states_; }
   void set_profiling(bool on);  // true: resets the counters; false: keeps them
   const std::vector<Step>& steps() const { return steps_; }
   const SpanCache& cache() const { return cache_; }
@@ -90,8 +91,8 @@ class CpuRunner : public Runner {
   std::vector<Step> steps_;
   std::vector<Step*> needed_;  // of the current step
   RunOutput output_;
-  std::vector<float> kept_;  // [max_rows, kept_width_]
-  int kept_width_ = 0;
+  std::vector<float> own_states_;  // hidden states by place (batch/draft_head.h)
+  float* states_ = nullptr;        // a draft head's are its model's
   bool profiling_ = false;
 };
 

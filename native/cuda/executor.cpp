@@ -19,8 +19,13 @@ CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler,
       communicator_(communicator && communicator->size() > 1 ? std::move(communicator) : nullptr),
       weights_(device_) {}
 
-CudaExecutor::CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler)
-    : shared_device_(other.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {}
+CudaExecutor::CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler,
+                           std::shared_ptr<Communicator> communicator)
+    : shared_device_(other.shared_device_),
+      device_(*shared_device_),
+      sampler_(std::move(sampler)),
+      communicator_(communicator && communicator->size() > 1 ? std::move(communicator) : nullptr),
+      weights_(device_) {}
 
 // Freeing memory on a thread that has not chosen a GPU would initialize GPU 0, which takes memory there.
 CudaExecutor::~CudaExecutor() { cudaSetDevice(device_.index()); }
@@ -34,6 +39,13 @@ int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int gro
 int CudaExecutor::add_vector(const std::vector<float>& values) {
   program_.add_vector((int)values.size());
   return weights_.add_vector(values);
+}
+
+int CudaExecutor::share_matrix(const CudaExecutor& other, int id) {
+  if (other.shared_device_ != shared_device_) throw std::invalid_argument("share_matrix: of a model on another GPU");
+  const int own = weights_.share_matrix(other.weights_, id);
+  program_.add_weight(other.program_.weights()[id]);
+  return own;
 }
 
 std::string CudaExecutor::share(int max_rows, int max_outputs, double seconds) {
@@ -79,12 +91,14 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   slot_limits_.hidden_states = runner_->hidden_states();
   slot_limits_.adapters.assign(adapters.count, 0);
   slot_limits_.state_spans = runner_->state_spans();
+  if (draft_) draft_->runner_->share_hidden(*runner_), draft_runner_.emplace(*draft_->runner_);
   make_decoder();
 }
 
 void CudaExecutor::make_decoder() {
-  if (draft_) drafting_.emplace(*runner_, *draft_->runner_, host_spans_.get(), slot_limits_);
-  else decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
+  std::unique_ptr<Drafter> drafter;
+  if (draft_) drafter = make_drafter(*draft_runner_, draft_->is_draft_head(), slot_limits_);
+  decoder_.emplace(*runner_, std::move(drafter), host_spans_.get(), slot_limits_);
 }
 
 std::vector<LayerCache> CudaExecutor::layers() const {
@@ -122,8 +136,7 @@ void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
   const bool loaded = adapter != nullptr;
   const auto tell = [&](bool loaded) {
     slot_limits_.adapters[index] = loaded;
-    if (drafting_) drafting_->set_adapter(index, loaded);
-    else decoder_->set_adapter(index, loaded);
+    decoder_->set_adapter(index, loaded);
   };
   tell(false);
   adapters_->set(index, std::move(adapter));
@@ -175,14 +188,12 @@ std::pair<int, int> CudaExecutor::warm_up(int count) {
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
   check_loaded();
-  if (drafting_) return drafting_->step(plan, want_logits);
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
 
 bool CudaExecutor::begin(const std::string& plan) {
   check_loaded();
-  if (drafting_) return false;
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->begin(plan);
 }

@@ -10,7 +10,6 @@
 #include "batch/queued_decoder.h"
 #include "cuda/memory/host_spans.h"
 #include "cuda/runner.h"
-#include "cuda/step/drafting.h"
 
 namespace as::cuda {
 
@@ -18,12 +17,16 @@ class CudaExecutor : public Model {
  public:
   // communicator: connects the ranks of a group; null: there is one rank.
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator = nullptr);
-  // Another model on the same GPU and stream; the two take turns. It is whole, also beside one of several ranks.
-  CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler);
+  // Another model on the same GPU and stream; the two take turns. Without a communicator it is whole, also beside one
+  // of several ranks: two sums a layer would take longer than a small model's weights, and ranks make the same drafts.
+  CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler,
+               std::shared_ptr<Communicator> communicator = nullptr);
   ~CudaExecutor() override;
 
   int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
   int add_vector(const std::vector<float>& values);
+  // The matrix `id` of `other`, which is on the same GPU and must outlive its use.
+  int share_matrix(const CudaExecutor& other, int id);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
   const Device& device() const { return device_; }
@@ -34,8 +37,8 @@ class CudaExecutor : public Model {
   std::string share(int max_rows, int max_outputs, double seconds);
   void connect(const std::vector<std::string>& addresses);
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
-  // adapters: how many adapters plans may refer to, if the program has ops for them. draft: a draft model on the same
-  // GPU, allocated with the same spans; with it begin() does nothing.
+  // adapters: how many adapters plans may refer to, if the program has ops for them. draft: a draft model or draft
+  // head on the same GPU, allocated with the same spans.
   void allocate(const Limits& limits, int masks, const AdapterLimits& adapters = {},
                 std::shared_ptr<CudaExecutor> draft = nullptr);
   // After allocate(): an empty adapter for this program. Any thread may fill it while steps run.
@@ -98,8 +101,8 @@ class CudaExecutor : public Model {
   std::unique_ptr<SpanStore> host_spans_;
   const FileSpans* file_spans_ = nullptr;  // host_spans_, if it is a file
   std::shared_ptr<CudaExecutor> draft_;
-  std::optional<QueuedDecoder> decoder_;  // without a draft model
-  std::optional<Drafting> drafting_;      // with a draft model
+  std::optional<DraftRunner> draft_runner_;
+  std::optional<QueuedDecoder> decoder_;
 };
 
 }  // namespace as::cuda

@@ -224,6 +224,10 @@ void bind_adapters(py::module_& m) {
 void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>>& executor) {
   executor
       .def(
+          "share_matrix", [](CudaExecutor& e, const CudaExecutor& other, int id) { return e.share_matrix(other, id); },
+          py::arg("other"), py::arg("id"), py::keep_alive<1, 2>(),
+          "Adds the matrix `id` of an executor from which this one was made by beside(), and returns its id here.")
+      .def(
           "add_matrix",
           [](CudaExecutor& e, int n, int k, const std::string& dtype, int group_size, int experts,
              const std::vector<int>& order, const py::kwargs& layout) {
@@ -468,10 +472,13 @@ PYBIND11_MODULE(_cuda, m) {
       "communicator: of the other ranks of a group; the sampler must have it, too.");
   executor.def(
       "beside",
-      [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler) {
-        return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler)), WithoutGil{});
+      [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator) {
+        return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler), std::move(communicator)),
+                                             WithoutGil{});
       },
-      py::arg("sampler"), "An executor of another, whole model on the same GPU; the two run in turn.");
+      py::arg("sampler"), py::arg("communicator") = nullptr,
+      "An executor of another model on the same GPU; the two run in turn. communicator: of the other ranks, if it is "
+      "divided; without it the model is whole.");
   bind_kernel_choice(m);
   bind_adapters(m);
   bind_model<CudaExecutor>(executor);
@@ -511,8 +518,10 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("draft") = nullptr, py::arg("partial_bytes") = kPartialBytes, py::arg("short_chunks") = "fastest",
           "Compiles the program; then steps can run. graphs: replay decode steps as CUDA graphs; the bits "
           "are the same. adapters, adapter_rank, adapter_dtype: number, largest rank and type of adapters, "
-          "if the program has ops for them. draft: a draft model's executor, made by beside() and allocated with the "
-          "same spans. partial_bytes: most memory for attention's partial results, smaller in tests. short_chunks: "
+          "if the program has ops for them. draft: the executor of a draft model or draft head, made by beside() and "
+          "allocated "
+          "with the same spans. partial_bytes: most memory for attention's partial results, smaller in tests. "
+          "short_chunks: "
           "'fastest', or, for tests and benchmarks, the kernel that attends for chunks of a few dozen rows: 'decode' "
           "or "
           "'prefill'.")

@@ -49,6 +49,8 @@ class CudaRunner : public QueuedRunner {
   // Only between steps. on: starts counting anew; off: keeps the counts.
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }
+  // This draft head's program takes the hidden states that `model` keeps, and keeps its own beside them.
+  void share_hidden(const CudaRunner& model) { workspace_.hidden = model.workspace_.hidden; }
   bool hidden_states() const { return forms_[0].heads_from > 0; }
   // The spans that hold a slot's recurrent state; 0: the program has none.
   int state_spans() const { return states_ ? states_->spans() : 0; }

@@ -4,6 +4,7 @@
 #include <climits>
 #include <stdexcept>
 
+#include "batch/draft_head.h"
 #include "cuda/kernels/common/shared_limit.h"
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/kernels/sampling/argmax.h"
@@ -15,6 +16,10 @@ namespace {
 
 constexpr size_t kAlign = 1024;            // bytes: alignment of tensors
 constexpr int kExpertsShared = 150 << 10;  // bytes of shared memory that the experts' 16-bit and quantized GEMMs need
+
+bool has_op(const Program& program, Op kind) {
+  return std::any_of(program.ops().begin(), program.ops().end(), [&](const OpNode& op) { return op.is(kind); });
+}
 
 bool is_gemm(const OpNode& op) { return op.is(Op::linear) || op.is(Op::expert_linear); }
 
@@ -96,10 +101,12 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   allocate_scratch();
   allocate_cache();
   allocate_states();
+  const bool keeps = has_op(program, Op::keep_hidden), takes = has_op(program, Op::kept_hidden);
+  if (keeps && !takes) allocate_hidden();
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size,
                TileLimits{group, kv_heads, device.sm_count(), max_kv_splits_, limits.short_chunks}, program.windows(),
-               limits.num_spans, !state_pages.empty());
+               limits.num_spans, !state_pages.empty(), keeps, takes);
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
 }
@@ -289,6 +296,15 @@ void Workspace::allocate_states() {
   char* next = states.as();
   for (StatePages& pages : state_pages)
     pages.data = next, next += (pages.bytes.state + pages.bytes.recent) * limits.max_slots;
+}
+
+void Workspace::allocate_hidden() {
+  size_t width = 0;
+  for (const OpNode& op : program.ops())
+    if (op.is(Op::keep_hidden)) width = program.in(op).width;
+  own_hidden = Memory(DraftHead::places(limits.max_rows, limits.max_slots) * width * sizeof(float), "hidden states",
+                      Memory::Where::lent);
+  hidden = own_hidden.as<float>();
 }
 
 void Workspace::allocate_expert_rows() {

@@ -102,7 +102,9 @@ class Workspace {
   KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number
   std::optional<StepData> data;
-  Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, argmax, inner, states, delta_rows;
+  Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, argmax, inner, states, delta_rows,
+      own_hidden;
+  float* hidden = nullptr;  // hidden states by place (batch/draft_head.h): own_hidden, a draft head's are its model's
 
  private:
   void check_limits() const;
@@ -113,10 +115,11 @@ class Workspace {
   void allocate_cache();
   void allocate_expert_rows();
   void allocate_states();
+  void allocate_hidden();
 
   int max_kv_splits_ = 0;  // of all decode tiles of a step
   std::vector<Memory> routing_memory_;
-  Memory* const lent_[6] = {&activations, &cache, &partials, &widened, &states, &delta_rows};
+  Memory* const lent_[7] = {&activations, &cache, &partials, &widened, &states, &delta_rows, &own_hidden};
 };
 
 }  // namespace as::cuda

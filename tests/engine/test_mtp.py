@@ -1,5 +1,6 @@
 """speculation="mtp" changes no bit: greedy and sampled requests alone without drafts, and together with the drafts of
-a head that is often right and often wrong, with a cache that is too small, on two ranks, and in chats.
+a head that is often right and often wrong, with a cache that is too small, on two ranks, and in chats; also where steps
+are queued, as on GPUs. ALLSPARK_TEST_UNIT=CUDA:0 runs all on a GPU.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,10 +16,14 @@ pytest.importorskip("transformers.models.qwen3_5_moe")
 
 from allspark_client import AllSparkError, AsModelConfig
 from allspark_client.types import AsCacheMode
+from allspark_server.runtime.device import Cpus
+from allspark_server.scheduler import state
+from allspark_server.scheduler.speculation import DraftLengths
 from support import draft_heads, quantized_checkpoints
 from support.adapters import write_adapter
 from support.checkpoints import checkpoint, prompt_of
 from support.invariance import PENALTIES, bits
+from support.units import UNIT
 
 slow = pytest.mark.slow
 FAMILIES = ["qwen3-next",
@@ -68,7 +74,7 @@ class Installed:
         self.engine, self.name = engine, f"heads-{random.randrange(1 << 60)}"
         engine.install_model(AsModelConfig(self.name, str(path), speculation=speculation, **{
             "num_threads": 1, "engine_max_batch": 8, "engine_max_length": 288, "cache_span_size": 16,
-            "enable_prefix_cache": False, **fields}))
+            "enable_prefix_cache": False, **UNIT, **fields}))
         engine.start_model(self.name)
 
     def __enter__(self):
@@ -120,6 +126,57 @@ def test_no_bit_changes(name, paths, engine_of):
     with Installed(engine, path, cache_memory=small) as drafting:
         assert drafting.run(order, together=True) == expected
         assert drafting.counters.preemptions > 0 and drafting.counters.accepted_tokens > 0
+
+
+@pytest.fixture
+def queued(monkeypatch):
+    """Has CPUs queue steps, as GPUs do: steps without drafts begin before the one before has ended."""
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, queued=True, **adapters)
+
+    return lambda: monkeypatch.setattr(Cpus, "allocate", allocate)
+
+
+class OftenOff(DraftLengths):
+    """Two drafts in 3 of 24 steps: states are held in between, and their rows computed together."""
+
+    def start(self, slot):
+        super().start(slot)
+        self._pause[slot] = 0
+
+    def choose(self, slots):
+        self._pause[slots] += 1
+        return np.where(self._pause[slots] % 24 < 3, 2, 0)
+
+    def learn(self, slots, drafts, accepted):
+        pass
+
+
+def often_right_by_states(tensors, names):
+    """As often_right(), but what the head predicts depends on its attention and on the model's states, too."""
+    often_right(0.02)(tensors, names)
+    generator, size = torch.Generator().manual_seed(3), len(tensors[names.projection])
+    tensors[names.projection][:, size:] = torch.randn(size, size, generator=generator) * (0.05 * size ** -0.5)
+    tensors[names.layer + "self_attn.o_proj.weight"].normal_(generator=generator).mul_(0.1 * size ** -0.5)
+
+
+@pytest.mark.skipif("CUDA" in UNIT["compute_unit"], reason="GPUs queue all steps")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_queued_steps(name, engine_of, queued, monkeypatch, tmp_path):
+    """Steps that are queued make the same tokens and the same drafts as steps one after the other."""
+    monkeypatch.setattr(state, "DraftLengths", OftenOff)
+    path = draft_heads.write(tmp_path, name, often_right_by_states).path
+    found = []
+    for way in (lambda: None, queued):
+        way()
+        with Installed(engine_of("engine"), path, max_step_tokens=60) as model:
+            for i in range(3, 9):
+                outputs = model.run([i], together=False, tokens=70)
+                found.append((outputs, model.counters.accepted_tokens, model.counters.drafted_tokens))
+            together = model.run(list(range(len(REQUESTS))), together=True)
+    half = len(found) // 2
+    assert found[:half] == found[half:] and 10 < found[-1][1] < found[-1][2] - 10
+    assert all(together[i][0][:40] == outputs[i][0][:40] for outputs, *_ in found for i in outputs)
 
 
 @slow

@@ -11,11 +11,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints import EXPERTS, LATENT, RECURRENT, Spec, reference_model, write_checkpoint
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from support.checkpoints import (
+    EXPERTS,
+    LATENT,
+    NEAR_TIE,
+    RECURRENT,
+    Spec,
+    check_logits,
+    prompt_of,
+    reference_logits,
+    reference_model,
+    write_checkpoint,
+)
+
+DRAFTS = 3  # that check_drafts() asks for
 
 
 @dataclass(frozen=True)
@@ -144,6 +159,31 @@ def write(folder: Path, name: str, change: Any = None, **fields: Any) -> Checkpo
     shutil.copytree(source, both, ignore=shutil.ignore_patterns("*.safetensors*"))
     save(tensors, both)
     return Checkpoint(both, layer, names)
+
+
+def _verified(driver, tokens: list[int], chunk: int) -> np.ndarray:
+    """The logits of the step after `tokens` that verifies drafts."""
+    new = [NewSlot(0, tokens, SamplingParams(do_sample=False, prompt_len=len(tokens)).encode())]
+    spans = list(range(-(-(len(tokens) + DRAFTS) // driver.info.span_size)))
+    for begin in range(0, len(tokens) - 1, chunk):
+        count = min(chunk, len(tokens) - 1 - begin)
+        driver.step(StepPlan(new=new, work=[WorkItem(0, count, 0, spans=spans)]))
+        new, spans = [], []
+    plan = StepPlan(new=new, work=[WorkItem(0, 1, SAMPLE | int(Flag.MODEL), spans=spans, drafts=DRAFTS)]).encode()
+    results = driver._each(lambda runner: runner.step(plan, True))
+    driver.step(StepPlan(free=[0]))
+    return np.concatenate([result.logits for result in results], axis=1)
+
+
+def check_drafts(driver, made, *cases) -> None:
+    """Compares the logits of drafts after prompts of (length, rows of a step)."""
+    for length, chunk in cases:
+        tokens = prompt_of(length, seed=length)
+        logits = _verified(driver, tokens, chunk)
+        drafts, gap = made.drafts(tokens, DRAFTS)
+        assert gap > NEAR_TIE and len(logits) == 1 + DRAFTS
+        for row, found in enumerate(logits):
+            check_logits(found, reference_logits(made.path, [*tokens, *drafts[:row]]))
 
 
 transformers.logging.set_verbosity_error()

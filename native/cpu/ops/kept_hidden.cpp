@@ -1,4 +1,4 @@
-// keep_hidden: copies rows to where the draft head finds them. kept_hidden: the rows that the batch names. concat.
+// keep_hidden: copies rows to the places that the batch names. kept_hidden: from there. concat.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"
@@ -8,31 +8,34 @@ namespace {
 
 class KeepHidden : public BoundOp {
  public:
-  explicit KeepHidden(const Binding& b) : core_(b.core), in_(b.parts[0].in()), kept_(b.kept) {}
+  explicit KeepHidden(const Binding& b) : core_(b.core), in_(b.parts[0].in()), states_(b.states) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, in_, batch, thread);
-    std::copy_n(in_.row(r0), (size_t)(r1 - r0) * in_.width, kept_ + (size_t)r0 * in_.width);
+    for (int r = r0; r < r1; r++)
+      if (const int place = batch.keeps[r]; place >= 0)
+        std::copy_n(in_.row(r), in_.width, *states_ + (size_t)place * in_.width);
   }
 
  private:
   const Core& core_;
   const Tensor in_;
-  float* const kept_;
+  float* const* const states_;
 };
 
 class KeptHidden : public BoundOp {
  public:
-  explicit KeptHidden(const Binding& b) : core_(b.core), out_(b.parts[0].out()) {}
+  explicit KeptHidden(const Binding& b) : core_(b.core), out_(b.parts[0].out()), states_(b.states) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, out_, batch, thread);
-    for (int r = r0; r < r1; r++) std::copy_n(batch.hidden[r], out_.width, out_.row(r));
+    for (int r = r0; r < r1; r++) std::copy_n(*states_ + (size_t)batch.takes[r] * out_.width, out_.width, out_.row(r));
   }
 
  private:
   const Core& core_;
   const Tensor out_;
+  float* const* const states_;
 };
 
 class Concat : public BoundOp {

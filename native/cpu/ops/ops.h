@@ -64,7 +64,7 @@ struct Binding {
   RunOutput& output;                                       // of the step
   Masks* masks;                                            // null: none
   const Adapters* adapters = nullptr;                      // null: rows have none
-  float* kept = nullptr;                                   // rows that keep_hidden keeps
+  float* const* states = nullptr;                          // hidden states by place (batch/draft_head.h)
   SlotPagesOf* slot_pages_of = nullptr;                    // those that forms of the program have bound
   bool feeds_sum = false;  // for add: the next op that reads its sum is a sum over ranks that adds to it
 

@@ -44,20 +44,22 @@ bool StepData::Size::operator<(const Size& other) const {
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, const TileLimits& tiles,
-                   std::vector<int> windows, int no_span, bool has_states)
+                   std::vector<int> windows, int no_span, bool has_states, bool keeps, bool takes)
     : span_size_(span_size),
       groups_((int)windows.size()),
       max_spans_(max_spans),
       no_span_(no_span),
       limits_(tiles),
       windows_(std::move(windows)),
+      keep_(keeps),
+      take_(takes),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
       table_(whole_pitches((size_t)max_slots * max_spans)) {
   const size_t rows = max_rows, max_tiles = rows * tiles.group / kPrefillPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
-      take(adapters_, rows), take(chosen_, max_outputs);
+      take(adapters_, rows), take(chosen_, max_outputs), take(keeps_, keeps ? rows : 0), take(takes_, takes ? rows : 0);
   take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, max_tiles * kTileInts),
       take(state_items_, has_states ? rows * kItemInts : 0), take(chunks_, has_states ? rows * kChunkInts : 0);
   take(tables_, table_ * groups_);
@@ -146,6 +148,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
     used += spans;
   }
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
+  add_places(batch);
   if (padded) {
     for (int r = size.rows; r < padded; r++) idle_row(r, 0);
     std::fill(host(chosen_) + size.outputs, host(chosen_) + padded, 0);
@@ -160,10 +163,18 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
   return size;
 }
 
+void StepData::add_places(const Batch& batch) const {
+  if (keep_ && batch.keeps.empty()) std::fill_n(host(keeps_), batch.rows.size(), -1);
+  else if (keep_) std::copy(batch.keeps.begin(), batch.keeps.end(), host(keeps_));
+  if (take_) std::copy(batch.takes.begin(), batch.takes.end(), host(takes_));
+}
+
 // A row that is stored nowhere.
 void StepData::idle_row(int r, int position) {
   host(tokens_)[r] = 0, host(positions_)[r] = position, host(prompts_)[r] = 1, host(adapters_)[r] = -1;
   for (int g = 0; g < groups_; g++) host(where_)[g * pitch_ + r] = -1;
+  if (keep_) host(keeps_)[r] = -1;
+  if (take_) host(takes_)[r] = 0;
 }
 
 StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {

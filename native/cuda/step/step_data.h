@@ -24,9 +24,9 @@ class StepData {
  public:
   // max_spans: per sequence. windows: of each cache group; 0: full attention. no_span: replaces the spans that a
   // sliding window has left. Other sequences may own those by now. has_states: whether ops have a state of each
-  // sequence.
+  // sequence. keeps, takes: whether hidden states are kept, and taken (batch/draft_head.h).
   StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, const TileLimits& tiles,
-           std::vector<int> windows, int no_span, bool has_states);
+           std::vector<int> windows, int no_span, bool has_states, bool keeps, bool takes);
 
   // A step's counts, which set the sizes of launches. In a padded step kernels skip the padding rows.
   struct Size {
@@ -52,8 +52,10 @@ class StepData {
   const int* prompts() const { return at(prompts_); }  // length of the sequence's prompt
   // Where each row is stored in a cache group: span * span size + position in the span; -1: nowhere.
   const int* where(int group) const { return at(where_) + (size_t)group * pitch_; }
-  const int* adapters() const { return at(adapters_); }                        // of each row; -1: none
-  const int* chosen() const { return at(chosen_); }                            // row of each output
+  const int* adapters() const { return at(adapters_); }  // of each row; -1: none
+  const int* chosen() const { return at(chosen_); }      // row of each output
+  const int* keeps() const { return at(keeps_); }        // place where each row's hidden state is kept; -1: nowhere
+  const int* takes() const { return at(takes_); }        // place of the hidden state that each row takes
   const int* tables(int group) const { return at(tables_) + group * table_; }  // span tables of a cache group
   const AttentionTile* decode_tiles() const { return reinterpret_cast<const AttentionTile*>(at(decode_tiles_)); }
   const AttentionTile* prefill_tiles() const { return reinterpret_cast<const AttentionTile*>(at(prefill_tiles_)); }
@@ -70,15 +72,17 @@ class StepData {
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
   size_t whole_pitches(size_t ints) const { return (ints + pitch_ - 1) / pitch_ * pitch_; }
   void idle_row(int r, int position);
+  void add_places(const Batch& batch) const;
   void send(const Size& size, int used, const Device& device) const;
 
   const int span_size_, groups_, max_spans_, no_span_;
   const TileLimits limits_;
   const std::vector<int> windows_;
+  const bool keep_, take_;
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
-  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, decode_tiles_, prefill_tiles_, state_items_,
-      chunks_, tables_, all_;        // offsets, in ints
+  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, keeps_, takes_, decode_tiles_,
+      prefill_tiles_, state_items_, chunks_, tables_, all_;  // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   int turn_ = 0;
   std::vector<bool> decoded_;  // whether decode tiles compute an item of the batch

@@ -145,6 +145,11 @@ int Weights::add_matrix(int rows, int k, const std::string& format, int group, i
   return (int)weights_.size() - 1;
 }
 
+int Weights::share_matrix(const Weights& other, int id) {
+  weights_.push_back({other.matrix(id), {}, other.weights_[id].hash});
+  return (int)weights_.size() - 1;
+}
+
 // Sets the pointers of a matrix into its memory.
 void Weights::place(Matrix& m, const Memory& memory) {
   if (m.kind == Kind::f32) m.values = memory.as<float>();
@@ -441,7 +446,7 @@ const float* Weights::vector(int id) const {
 
 std::vector<double> Weights::sizes() const {
   std::vector<double> found;
-  for (const Weight& w : weights_) found.push_back((double)w.memory.size());
+  for (const Weight& w : weights_) found.push_back((double)(w.matrix.k ? matrix_bytes(w.matrix) : w.memory.size()));
   return found;
 }
 

@@ -60,6 +60,8 @@ class Weights {
   // For benchmarks of large models.
   void fill_noise(int id, float size);
   int add_vector(const std::vector<float>& values);
+  // The matrix `id` of `other`, which must outlive its use.
+  int share_matrix(const Weights& other, int id);
 
   // Matrices and vectors share ids. Throws std::invalid_argument for the other kind.
   const Matrix& matrix(int id) const;
@@ -70,7 +72,7 @@ class Weights {
   // float16 weights and quantized ones.
   DType16 dtype() const;
   size_t bytes() const;
-  std::vector<double> sizes() const;  // bytes of each weight
+  std::vector<double> sizes() const;  // bytes of each weight, also of those of another model
   // Interleaves a matrix's gate and up rows for gated GEMMs (pair_rows).
   void pair(int id);
   // After all weights are filled: frees the staging memory.

@@ -1,0 +1,38 @@
+#include "cuda/kernels/norm/hidden_rows.h"
+
+#include "cuda/kernels/common/device.cuh"
+
+namespace as::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void keep_rows_kernel(const float* in, const int* places, int width, float* to) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, place = places[row];
+  if (place >= 0 && i < width) to[(size_t)place * width + i] = in[(size_t)row * width + i];
+}
+
+__global__ void concat_kernel(const float* first, int first_width, const float* second, int second_width, float* out) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, width = first_width + second_width;
+  if (i >= width) return;
+  out[(size_t)row * width + i] = i < first_width ? first[(size_t)row * first_width + i]
+                                                 : second[(size_t)row * second_width + i - first_width];
+}
+
+}  // namespace
+
+void keep_rows(const float* in, const int* places, int rows, int width, float* to, const Queue& queue) {
+  start(queue, keep_rows_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, in, places, width, to);
+  launched("keep_rows");
+}
+
+void concat(const float* first, int first_width, const float* second, int second_width, int rows, float* out,
+            const Queue& queue) {
+  start(queue, concat_kernel, dim3(ceil_div(first_width + second_width, kThreads), rows), kThreads, 0, first,
+        first_width, second, second_width, out);
+  launched("concat");
+}
+
+}  // namespace as::cuda
