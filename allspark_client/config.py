@@ -116,8 +116,8 @@ class AsModelConfig(Checked):
     max_queue: int = int_field(10_000, 0, INT32_MAX)
     #: most bytes that waiting requests take; 0: chosen
     max_queue_memory: int = int_field(0, 0, INT64_MAX)
-    speculation: str = choice_field("off", ("off", "prompt_lookup", "draft", "mtp"))
-    #: the checkpoint of the draft model, with speculation="draft"
+    speculation: str = choice_field("off", ("off", "prompt_lookup", "draft", "mtp", "eagle"))
+    #: the checkpoint of the draft model, with speculation="draft"; of the EAGLE-3 head, with "eagle"
     draft_model: str = path_field("")
     #: a file with the Jinja template of chats; empty: the checkpoint's
     chat_template: str = path_field("")
@@ -156,8 +156,8 @@ class AsModelConfig(Checked):
         if self.host_cache_memory and not self.enable_prefix_cache:
             raise ValueError(f"host_cache_memory={self.host_cache_memory} is the prefix cache's, which is off: set "
                              "enable_prefix_cache")
-        if self.speculation == "draft" and not self.draft_model:
-            raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
+        if self.speculation in ("draft", "eagle") and not self.draft_model:
+            raise ValueError(f"speculation={self.speculation!r} needs draft_model, a checkpoint directory")
         return self
 
     @property

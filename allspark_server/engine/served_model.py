@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 #: seconds to wait before a quarantined request runs, so that its client learns of it before a possible crash
 ANNOUNCE_SECONDS = 0.02
-_DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.MODEL), "mtp": int(Flag.MODEL)}
+_DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.MODEL), "mtp": int(Flag.MODEL),
+                "eagle": int(Flag.MODEL)}
 
 
 class ServedModel:

@@ -11,11 +11,13 @@ from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
 from allspark_server.models.adapters import Target, with_adapters
+from allspark_server.models.eagle import with_joined_layers
 from allspark_server.models.graph import Weight
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.draft_head import find_head, open_head
+from allspark_server.weights.eagle import open_eagle
 from allspark_server.weights.formats import UNQUANTIZED_DTYPES, WeightFormat, not_numbers, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
@@ -45,9 +47,10 @@ class RankModel:
         """
         self.config, self.rank, self.world = config, rank, world
         self._of = of
-        self.opened: OpenedModel = (
-            open_model(path, weights_path) if of is None else open_head(of.opened, config.model_name))
+        self.opened: OpenedModel = open_model(path, weights_path) if of is None else of.open_head()
         self.graph, self.source = self.opened.graph, self.opened.source
+        has_eagle = of is None and config.speculation == "eagle"
+        self.eagle = open_eagle(config.draft_model, self.opened) if has_eagle else None
         if whole_histories:
             self.graph = self.graph.with_whole_histories()
         #: the layers that adapters may change, by their numbers in the graph's ops
@@ -58,7 +61,15 @@ class RankModel:
             self.graph = self.graph.with_kept_hidden()
         self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
-        self._choose_types(unquantized_type(self.graph, self.source, device.half), device)
+        #: the type of matrices that are not quantized
+        self.unquantized = unquantized_type(self.graph, self.source, device.half)
+        self._plain = self.graph  # without what a head from elsewhere adds
+        if self.eagle:
+            self.source = self.eagle.source
+            self.graph = with_joined_layers(self.graph, self.eagle.head.layers)
+        elif of is not None and of.eagle:
+            self.unquantized = of.unquantized  # they share matrices
+        self._choose_types(self.unquantized, device)
         if of is None:
             self._warn_about_length()
             self._warn_about_unused()
@@ -66,6 +77,17 @@ class RankModel:
         self.digest = ""
         #: ids of the loaded weights, by name
         self._ids: dict[str, int] = {}
+
+    @property
+    def opened_formats(self) -> dict[str, WeightFormat]:
+        """The format of each matrix of the model itself."""
+        return {name: form for name, form in self.formats.items() if name in self.opened.graph.weights}
+
+    def open_head(self) -> OpenedModel:
+        """The draft head of this model, as a model of its own."""
+        if self.eagle:
+            return OpenedModel(self.eagle.graph, self.eagle.source, None)
+        return open_head(self.opened, self.config.model_name)
 
     def _choose_types(self, unquantized: str, device: Device) -> None:
         graph, config, stored = self.graph, self.config, self.graph.quantization
@@ -180,9 +202,12 @@ class RankModel:
         else:
             shared = {name: executor.share_matrix(model, self._of._ids[name])
                       for name, weight in self.graph.weights.items() if self._shares(weight)}
-        loader = Loader(self.graph, self.source, executor, self.rank, self.world, self.formats, progress, shared)
+        loader = Loader(self._plain, self.source, executor, self.rank, self.world, self.formats, progress, shared)
         self._ids = loader.load()
         self.digest = loader.digest()
+        if self.graph is not self._plain:
+            self._ids = Loader(self.graph, self.source, executor, self.rank, self.world, self.formats,
+                               loaded=self._ids).load()
         add_ops(self.graph, executor, self._ids, self.rank, self.world)
 
     def _shares(self, weight: Weight) -> bool:
@@ -235,7 +260,8 @@ class RankModel:
     def _warn_about_unused(self) -> None:
         """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
         used = {part.tensor for weight in self.graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
-        unused = sorted(n for n in self.source.names() if n not in used and not n.endswith("rotary_emb.inv_freq"))
+        unused = sorted(n for n in self.opened.source.names()
+                        if n not in used and not n.endswith("rotary_emb.inv_freq"))
         if head := find_head(self.opened):
             unused = [name for name in unused if not name.startswith(f"{head[1]}.")]
             if self.rank == 0 and self.config.speculation == "off":

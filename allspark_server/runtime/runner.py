@@ -99,7 +99,7 @@ class ModelRunner:
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
                                           self.shared_memory)
         # A draft model shares its target's span tables, and may be behind it.
-        whole = config.speculation in ("draft", "mtp")
+        whole = config.speculation in ("draft", "mtp", "eagle")
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
                                         whole, adapters=config.lora_max_num > 0)
         models = [model]
@@ -107,7 +107,7 @@ class ModelRunner:
             self._draft = RankModel(config, config.draft_model, "", *device.draft_shard(self.rank, self.world), device,
                                     whole)
             check_draft(self._draft, model)
-        elif config.speculation == "mtp":
+        elif config.speculation in ("mtp", "eagle"):
             self._draft = RankModel(config, "", "", self.rank, self.world, device, of=model)
         if self._draft is not None:
             models.append(self._draft)
@@ -148,7 +148,8 @@ class ModelRunner:
     @property
     def _draft_name(self) -> str:
         """What makes drafts besides the model, for messages; "" if nothing does."""
-        names = {"draft": f"draft_model={self.config.draft_model!r}", "mtp": "the checkpoint's draft head"}
+        names = {"draft": f"draft_model={self.config.draft_model!r}", "mtp": "the checkpoint's draft head",
+                 "eagle": f"the EAGLE-3 head {self.config.draft_model!r}"}
         return names.get(self.config.speculation, "")
 
     def connect(self, addresses: Sequence[str]) -> None:
@@ -182,7 +183,7 @@ class ModelRunner:
                         "adapter_dtype": model.adapter_dtype} if model.targets else {}
             self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executor,
                                   DEPTH * outputs, adapters)
-        hash_of_model = model_hash(model.opened, model.formats, digests or [self.digest])
+        hash_of_model = model_hash(model.opened, model.opened_formats, digests or [self.digest])
         if host_spans:
             with memory_errors(f"allocating the host cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)

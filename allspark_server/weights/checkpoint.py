@@ -329,7 +329,8 @@ class TorchSource(Source):
                                 f"{location} holds torch .bin weights, and torch is not installed: install torch, or "
                                 "convert the checkpoint to safetensors") from None
         self.location = location
-        self.kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        self.kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+                      torch.int64: "I64", torch.int32: "I32"}
         self.bits = torch.int16
         self.tensors: dict[str, tuple[Any, Path]] = {}
         for path in files:

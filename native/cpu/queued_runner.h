@@ -1,5 +1,5 @@
-// The CPU backend behind the interface of asynchronous devices, so that tests on CPUs run the decoder that queues steps.
-// A step is computed when its sampling is queued.
+// The CPU backend behind the interface of asynchronous devices, so that tests on CPUs run the decoder that queues
+// steps. A step is computed when its sampling is queued.
 #pragma once
 #include <algorithm>
 #include <deque>

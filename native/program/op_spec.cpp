@@ -270,6 +270,8 @@ void check_concat(const Program& p, const OpNode& op) {
   if (p.in(op).rows != p.in(op, 1).rows) throw wrong(op, "its inputs differ in rows");
 }
 
+void check_spread_columns(const Program& p, const OpNode& op) { vector_is(p, op, 0, p.out(op).width); }
+
 void check_all_rows(const Program& p, const OpNode& op) {
   if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have all rows");
 }

@@ -146,6 +146,9 @@ OP(expert_lora, kTwo, kOne, kNone, true, RowRule::as_input,
    check_expert_lora, each_value<1>)
 // The columns of both inputs, one after the other.
 OP(concat, kTwo, kOne, kNone, false, RowRule::as_input, {}, check_concat, each_value<0>)
+// The logits of a smaller vocabulary as those of the whole one: the weight names the input's column for each column of
+// the output; -1: none, the logit is -infinity.
+OP(spread_columns, kOne, kOne, kOne, false, RowRule::as_input, {}, check_spread_columns, each_value<1>)
 // Keeps the rows, hidden states, for a draft head: a program whose kept_hidden outputs, for each of its rows, a row
 // that the model or the draft head itself has kept in an earlier step.
 OP(keep_hidden, kOne, kNone, kNone, false, RowRule::none, {}, check_all_rows, each_value<0>)

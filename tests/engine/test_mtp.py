@@ -5,7 +5,9 @@ are queued, as on GPUs. ALLSPARK_TEST_UNIT=CUDA:0 runs all on a GPU.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,9 @@ from allspark_client.types import AsCacheMode
 from allspark_server.runtime.device import Cpus
 from allspark_server.scheduler import state
 from allspark_server.scheduler.speculation import DraftLengths
-from support import draft_heads, quantized_checkpoints
+from support import draft_heads, eagle_heads, quantized_checkpoints
 from support.adapters import write_adapter
-from support.checkpoints import checkpoint, prompt_of
+from support.checkpoints import VOCAB, checkpoint, prompt_of
 from support.invariance import PENALTIES, bits
 from support.units import UNIT
 
@@ -281,6 +283,68 @@ def test_adapters(paths, engine_of, tmp_path):
             finally:
                 for i in range(4):
                     del REQUESTS[i][1]["lora_name"]
+    assert outputs[0] == outputs[1]
+
+
+def little(tensors, share):
+    """Scales what a model's layers add to the residual stream."""
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= share
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory):
+    """A model and an EAGLE-3 head of it that is often right: its attention finds a token's own position, so that its
+    residual stream is the token's embedding, as the model's nearly is. Its vocabulary is a half of the model's.
+    """
+    folder = tmp_path_factory.mktemp("eagle")
+    path = shutil.copytree(checkpoint("llama-linear"), folder / "model")
+    tensors = draft_heads.tensors_of(path)
+    little(tensors, 0.01)
+    draft_heads.save(tensors, path)
+    size = len(tensors["model.norm.weight"])
+
+    def change(head, tokens):
+        own = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+        for name in ("q_proj", "k_proj"):
+            head[f"midlayer.self_attn.{name}.weight"] = 4 * own
+        head["midlayer.self_attn.v_proj.weight"], head["midlayer.self_attn.o_proj.weight"] = own, torch.eye(size)
+        for name in ("fc", "midlayer.mlp.down_proj"):
+            head[f"{name}.weight"].mul_(0.02)
+        head["midlayer.input_layernorm.weight"] = torch.ones(size)
+        head["norm.weight"] = tensors["model.norm.weight"].float().clone()
+        head["lm_head.weight"] = tensors["lm_head.weight"].float()[tokens].clone()
+
+    heads = json.loads((path / "config.json").read_text())["num_attention_heads"]
+    made = eagle_heads.write(folder / "head", path, drafted=VOCAB // 2, change=change, num_attention_heads=heads,
+                             num_key_value_heads=heads, head_dim=size // heads)
+    return made
+
+
+@pytest.mark.parametrize("where", ["engine", pytest.param("client-2", marks=slow)])
+def test_eagle_changes_no_bit(where, eagle, engine_of):
+    engine, order = engine_of(where), list(range(len(REQUESTS)))
+    with Installed(engine, eagle.path, "off") as plain:
+        expected = plain.run(order, together=False)
+        fingerprint = engine.get_model_info(plain.name).model_hash
+    with Installed(engine, eagle.path, "eagle", draft_model=str(eagle.head)) as drafting:
+        assert drafting.run(order, together=True) == expected
+        assert engine.get_model_info(drafting.name).model_hash == fingerprint
+        if where == "engine":
+            counters = drafting.counters
+            assert 0.1 * counters.drafted_tokens < counters.accepted_tokens < counters.drafted_tokens, counters
+
+
+@slow
+@pytest.mark.parametrize("form", [{"weight_dtype": "w8a8"}, {"weight_dtype": "bfloat16"}])
+def test_eagle_in_formats(form, eagle, engine_of):
+    outputs = []
+    for how in ("off", "eagle"):
+        with Installed(engine_of("engine"), eagle.path, how, **form, **(
+                {"draft_model": str(eagle.head)} if how == "eagle" else {})) as model:
+            outputs.append(model.run(list(range(7)), together=how != "off"))
+            assert model.counters.accepted_tokens > 0 or how == "off"
     assert outputs[0] == outputs[1]
 
 

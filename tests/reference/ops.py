@@ -222,6 +222,12 @@ def concat(rank, op, x, w):
 
 
 @op
+def spread_columns(rank, op, x, w):
+    columns = w[0].astype(int)
+    return np.where(columns >= 0, x[0][:, columns], -np.inf)
+
+
+@op
 def select_rows(rank, op, x, w):
     return x[0][rank.batch.outputs]
 

@@ -24,7 +24,7 @@ PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("late
           ("latent_attention", "cache_group"), ("indexer", "layer"), ("indexer", "cache_group"), ("rope", "table"),
           ("rotary_table", "table"), ("lora", "target"), ("expert_lora", "target")}
 # Of draft heads: they copy rows, and which tokens come out does not depend on drafts.
-OF_DRAFT_HEADS = {"keep_hidden", "kept_hidden", "concat"}
+OF_DRAFT_HEADS = {"keep_hidden", "kept_hidden", "concat", "spread_columns"}
 SIZES = {"heads", "head_dim", "group", "rotary_dim"}
 RANK = {"q_head_begin", "kv_begin", "expert_begin", "vocab_begin"}     # of several ranks
 

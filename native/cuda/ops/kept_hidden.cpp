@@ -1,4 +1,4 @@
-// keep_hidden: copies rows to the places that the batch names. kept_hidden: from there. concat.
+// keep_hidden: copies rows to the places that the batch names. kept_hidden: from there. concat. spread_columns.
 #include "cuda/kernels/norm/hidden_rows.h"
 #include "cuda/ops/ops.h"
 
@@ -27,8 +27,16 @@ int bind_concat(Binding& b, size_t i) {
   return 0;
 }
 
+int bind_spread_columns(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  b.add_launch(b.in(op).row_set, [x = b.in(op), y = b.out(op), columns = b.vector(op, 0), queue = b.queue](int rows) {
+    spread_columns(x.values(), x.rows.width, columns, y.rows.width, rows, y.values(), queue);
+  });
+  return 0;
+}
+
 const RegisterCudaOp kKeepHidden(Op::keep_hidden, bind_keep_hidden), kKeptHidden(Op::kept_hidden, bind_kept_hidden),
-    kConcat(Op::concat, bind_concat);
+    kConcat(Op::concat, bind_concat), kSpreadColumns(Op::spread_columns, bind_spread_columns);
 
 }  // namespace
 }  // namespace as::cuda

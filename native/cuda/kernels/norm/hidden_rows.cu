@@ -17,8 +17,17 @@ __global__ void concat_kernel(const float* first, int first_width, const float* 
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, width = first_width + second_width;
   if (i >= width) return;
-  out[(size_t)row * width + i] = i < first_width ? first[(size_t)row * first_width + i]
-                                                 : second[(size_t)row * second_width + i - first_width];
+  out[(size_t)row * width + i] =
+      i < first_width ? first[(size_t)row * first_width + i] : second[(size_t)row * second_width + i - first_width];
+}
+
+__global__ void spread_columns_kernel(const float* in, int in_width, const float* columns, int width, float* out) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= width) return;
+  const int column = (int)columns[i];
+  const bool there = column >= 0 && column < in_width;
+  out[(size_t)row * width + i] = there ? in[(size_t)row * in_width + column] : -INFINITY;
 }
 
 }  // namespace
@@ -33,6 +42,13 @@ void concat(const float* first, int first_width, const float* second, int second
   start(queue, concat_kernel, dim3(ceil_div(first_width + second_width, kThreads), rows), kThreads, 0, first,
         first_width, second, second_width, out);
   launched("concat");
+}
+
+void spread_columns(const float* in, int in_width, const float* columns, int width, int rows, float* out,
+                    const Queue& queue) {
+  start(queue, spread_columns_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, in, in_width, columns, width,
+        out);
+  launched("spread_columns");
 }
 
 }  // namespace as::cuda
