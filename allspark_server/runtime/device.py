@@ -4,6 +4,7 @@ native executors for it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Sequence
@@ -248,8 +249,8 @@ class Gpu(Device):
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), shared_memory: Any = None):
         """threads: those that sample tokens on the host. group: the GPUs of all ranks if there are several, which then
-        share `shared_memory`. AllSparkError says what to do if there is no such GPU or it cannot reach the others;
-        DeviceLost if this process has lost it.
+        share `shared_memory`. AllSparkError says what to do if there is no such GPU; DeviceLost if this process has
+        lost it.
         """
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
         self._group, self._shared_memory = list(group) or [index], shared_memory
@@ -257,8 +258,9 @@ class Gpu(Device):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a group has up to {self._library.MOST_RANKS} GPUs, "
                                 f"but compute_unit names {len(self._group)}: start a group for each part of them")
         try:
-            for other in self._group:
-                self._library.check_peer(index, other)
+            # All ranks see the same GPUs, and so decide alike.
+            self._by_host = not all(itertools.starmap(self._library.reaches_peer,
+                                                      itertools.permutations(self._group, 2)))
             self._first: Any = self._executor()  # finds out whether there is a GPU; the first model uses it
         except DeviceLost:
             raise
@@ -317,7 +319,7 @@ class Gpu(Device):
 
     def share(self, executor: Any, rows: int, outputs: int) -> str:
         """See `Device.share`."""
-        return executor.share(rows, outputs).hex()
+        return executor.share(rows, outputs, by_host=self._by_host).hex()
 
     def connect(self, executor: Any, addresses: Sequence[str]) -> None:
         """See `Device.connect`."""
@@ -348,7 +350,8 @@ class Gpu(Device):
         rotary = rows * net.head_dim * 4
         dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED
         shared = self._library.exchange_bytes(
-            model.world, rows, net.hidden_size, dtype, outputs, net.vocab_size) if model.world > 1 else 0
+            model.world, rows, net.hidden_size, dtype, outputs, net.vocab_size, self._by_host
+        ) if model.world > 1 else 0
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
                 + kept_bytes(model, rows)

@@ -48,13 +48,13 @@ int CudaExecutor::share_matrix(const CudaExecutor& other, int id) {
   return own;
 }
 
-std::string CudaExecutor::share(int max_rows, int max_outputs, double seconds) {
+std::string CudaExecutor::share(int max_rows, int max_outputs, double seconds, bool by_host) {
   if (!communicator_) return "";
   const bool samples = !program_.ops().empty() && program_.ops().back().is(Op::sample);
   exchange_ = std::make_unique<Exchange>(
       device_, communicator_->rank(), communicator_->size(), largest_partial(program_, weights_, max_rows),
       largest_partial(program_, weights_, std::min(max_rows, kPushedRows)), max_outputs,
-      samples ? program_.ops().back().integer("vocab_size") : 0, seconds);
+      samples ? program_.ops().back().integer("vocab_size") : 0, seconds, by_host || !may_reach_peers());
   shared_rows_ = max_rows, shared_outputs_ = max_outputs;
   return exchange_->address();
 }
@@ -316,17 +316,21 @@ std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {
 }
 
 void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm,
-                             const std::string& dtype, bool adds, bool pushed, float* y, float* normed) {
+                             const std::string& dtype, bool adds, const std::string& way, float* y, float* normed) {
   if (ranks < 1 || ranks > kMaxRanks || rows < 1 || width < 1)
     throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMaxRanks) + " ranks, and rows that are some");
+  if (way != "read" && way != "pushed" && way != "host")
+    throw std::invalid_argument("sum_ranks: way must be read, pushed or host, got " + way);
   device_.use();
-  const bool is_dtype16 = dtype != "float32";
+  const bool is_dtype16 = dtype != "float32", pushed = way == "pushed", by_host = way == "host";
   const size_t count = (size_t)rows * width, bytes = count * sizeof(float),
                half = partial_bytes(rows, width, is_dtype16);
   Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"),
-      others(pushed ? ranks * half : 0, "places of partial sums"), flags((kMaxRanks + 1) * sizeof(uint32_t), "flags"),
-      step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
-      weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
+      others(pushed ? ranks * half : 0, "places of partial sums"), flags(4096, "flags"),
+      sent(by_host ? ranks * half : 0, "partial sums", Memory::Where::host),
+      told(by_host ? ranks * 4096 : 0, "flags", Memory::Where::host), step(sizeof(int), "a step"),
+      failed(sizeof(int), "a flag", Memory::Where::host), weight(width * sizeof(float), ""), total(bytes, "a sum"),
+      result(bytes, "its norm");
   const auto copy = [](const Memory& to, const void* from, size_t size) {
     check(cudaMemcpy(to.as(), from, size, cudaMemcpyHostToDevice), "copying rows");
     check(cudaStreamSynchronize(nullptr), "copying rows");
@@ -334,7 +338,8 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   RankSum sum;
   sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();
   const std::vector<uint32_t> come(kMaxRanks, 1);
-  copy(flags, come.data(), come.size() * sizeof(uint32_t)), copy(weight, norm, weight.size()), copy(total, y, bytes);
+  if (!by_host) copy(flags, come.data(), come.size() * sizeof(uint32_t));
+  copy(weight, norm, weight.size()), copy(total, y, bytes);
   for (int r = 0; r < ranks; r++) {
     char* own = all.as() + r * half;
     copy(in, parts + r * count, bytes);
@@ -349,8 +354,23 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   sum.calls = 2, sum.is_dtype16 = is_dtype16, sum.dtype = dtype16_of(dtype), sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};
-  cuda::sum_ranks(sum, rows, device_.queue());
-  device_.wait();
+  if (by_host) {
+    for (int r = 0; r < ranks; r++) sum.peers.flags[r] = told.as<uint32_t>() + r * 1024;
+    // Flags are set before a rank runs. At first it sends its own sums alone; the second time all are there.
+    for (int i = 0; i < 2 * ranks; i++) {
+      const int rank = i % ranks;
+      for (int r = 0; r < ranks; r++) std::fill_n(sum.peers.reached(r), kHostCtas, r == rank ? 0 : 1);
+      sum.peers.rank = rank, sum.peers.sent = sent.as() + rank * half, sum.peers.local = flags.as<uint32_t>();
+      for (int r = 0; r < ranks; r++) sum.peers.partials[r] = (r == rank ? all.as() : sent.as()) + r * half;
+      copy(total, y, bytes);
+      cuda::sum_ranks(sum, rows, device_.queue());
+      device_.wait();
+      if (!sum.peers.reached(rank)[0]) throw std::logic_error("sum_ranks: a rank has not told that it is there");
+    }
+  } else {
+    cuda::sum_ranks(sum, rows, device_.queue());
+    device_.wait();
+  }
   check(cudaMemcpy(y, total.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
   check(cudaMemcpy(normed, result.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
 }

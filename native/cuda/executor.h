@@ -34,7 +34,7 @@ class CudaExecutor : public Model {
   // With other ranks, after the program is built and before allocate(): share() returns the address of the memory that
   // other ranks access in steps of up to max_rows rows, max_outputs of them with outputs ("" with one rank); connect()
   // takes the addresses of all ranks, in rank order. seconds: how long the GPU waits for another rank.
-  std::string share(int max_rows, int max_outputs, double seconds);
+  std::string share(int max_rows, int max_outputs, double seconds, bool by_host);
   void connect(const std::vector<std::string>& addresses);
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. draft: a draft model or draft
@@ -79,9 +79,10 @@ class CudaExecutor : public Model {
   std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, GemmAlgo algo,
                                       int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed = its norm, with all parts on this GPU.
-  // pushed: the parts of ranks from 1 on are in the buffers that other ranks push to.
+  // way: as ranks read each other's parts: "read"; "pushed": those of ranks from 1 on are in the buffers that other
+  // ranks push to; "host": by host memory, each rank in turn.
   void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, const std::string& dtype,
-                 bool adds, bool pushed, float* y, float* normed);
+                 bool adds, const std::string& way, float* y, float* normed);
 
  private:
   std::vector<LayerCache> layers() const;  // of this model and of the draft model

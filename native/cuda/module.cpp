@@ -322,19 +322,19 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
       .def(
           "sum_ranks",
           [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, const std::string& dtype,
-             bool adds, bool pushed) {
+             bool adds, const std::string& way) {
             if (parts.ndim() != 3 || y.ndim() != 2 || norm.ndim() != 1 || parts.shape(1) != y.shape(0) ||
                 parts.shape(2) != y.shape(1) || norm.shape(0) != y.shape(1))
               throw std::invalid_argument("sum_ranks: parts [ranks, rows, width], y [rows, width], norm [width]");
             py::array_t<float> total({y.shape(0), y.shape(1)}), normed({y.shape(0), y.shape(1)});
             std::copy_n(y.data(), y.size(), total.mutable_data());
             e.sum_ranks(parts.data(), (int)parts.shape(0), (int)y.shape(0), (int)y.shape(1), norm.data(), dtype, adds,
-                        pushed, total.mutable_data(), normed.mutable_data());
+                        way, total.mutable_data(), normed.mutable_data());
             return py::make_tuple(total, normed);
           },
-          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("dtype"), py::arg("adds"), py::arg("pushed") = false,
+          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("dtype"), py::arg("adds"), py::arg("way") = "read",
           "(The sum of the ranks' parts, or that added to y; its norm, eps 1e-6), with all parts on this "
-          "GPU, for tests.");
+          "GPU, for tests. way: how ranks reach each other's parts: read, pushed, or host (by host memory).");
 }
 
 }  // namespace
@@ -449,17 +449,19 @@ PYBIND11_MODULE(_cuda, m) {
         return std::make_pair(free, total);
       },
       py::arg("device"), py::call_guard<py::gil_scoped_release>(), "(free, all) bytes of a GPU's memory.");
-  m.def("check_peer", check_peer, py::arg("device"), py::arg("other"),
-        "Raises ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
+  m.def("reaches_peer", reaches_peer, py::arg("device"), py::arg("other"),
+        "Whether GPU `device` reaches the memory of GPU `other`. Raises ValueError if there is no such GPU.");
   m.def(
       "exchange_bytes",
-      [](int world, int rows, int width, const std::string& dtype, int outputs, int vocab) {
+      [](int world, int rows, int width, const std::string& dtype, int outputs, int vocab, bool by_host) {
         const auto bytes = [&](int rows) { return partial_bytes(rows, width, dtype != "float32"); };
-        return exchange_bytes(world, bytes(rows), bytes(std::min(rows, kPushedRows)), outputs, vocab);
+        return exchange_bytes(world, bytes(rows), bytes(std::min(rows, kPushedRows)), outputs, vocab,
+                              by_host || !may_reach_peers());
       },
       py::arg("world"), py::arg("rows"), py::arg("width"), py::arg("dtype"), py::arg("outputs") = 0,
-      py::arg("vocab") = 0,
-      "Bytes that a rank of `world` shares with the others, for sums of so many rows of this width "
+      py::arg("vocab") = 0, py::arg("by_host") = false,
+      "Bytes of a GPU's memory that a rank of `world` takes to exchange with the others, for sums of so many rows of "
+      "this width "
       "with weights of this type, and to sample so many outputs from a vocabulary of this size.");
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
@@ -486,18 +488,19 @@ PYBIND11_MODULE(_cuda, m) {
   executor
       .def(
           "share",
-          [](CudaExecutor& e, int max_rows, int max_outputs, double seconds) {
+          [](CudaExecutor& e, int max_rows, int max_outputs, double seconds, bool by_host) {
             std::string address;
             {
               py::gil_scoped_release release;
-              address = e.share(max_rows, max_outputs ? max_outputs : max_rows, seconds);
+              address = e.share(max_rows, max_outputs ? max_outputs : max_rows, seconds, by_host);
             }
             return py::bytes(address);
           },
           py::arg("max_rows"), py::arg("max_outputs") = 0, py::arg("seconds") = kWaitSeconds,
+          py::arg("by_host") = false,
           "After all ops are added: the address that other ranks connect() to, for steps of up to max_rows "
           "rows, of which max_outputs (0: all) have outputs; b'' with one rank. seconds: how long the GPU waits for "
-          "another rank.")
+          "another rank. by_host: by host memory, because GPUs do not reach each other's; the same for all ranks.")
       .def("connect", &CudaExecutor::connect, py::arg("addresses"), py::call_guard<py::gil_scoped_release>(),
            "Takes every rank's address, in rank order; before allocate().")
       .def(

@@ -48,6 +48,17 @@ def sampled(tmp_path, world: int, vocab: int, **asked) -> list[dict]:
     (2, 262_144, 1.5, False, False)])
 def test_bits_of_any_number_of_ranks(tmp_path, world, vocab, spread, ties, biases):
     """Every processor and filter, with and without masks, log probabilities and alternatives."""
+    check_bits(tmp_path, world, vocab, spread, ties, biases)
+
+
+@pytest.mark.parametrize("world, vocab, biases", [(2, 151_936, True), (3, 5003, False)])
+def test_bits_by_host_memory(monkeypatch, tmp_path, world, vocab, biases):
+    """As if the ranks' GPUs did not reach each other."""
+    monkeypatch.setenv("ALLSPARK_PEER_ACCESS", "0")
+    check_bits(tmp_path, world, vocab, 1.0, True, biases)
+
+
+def check_bits(tmp_path, world: int, vocab: int, spread: float, ties: bool, biases: bool) -> None:
     ranks = sampled(tmp_path, world, vocab, spread=spread, ties=ties, biases=biases)
     logits = np.concatenate([rank["logits"] for rank in ranks], axis=1)
     _, cases = cases_for(vocab, SEED)

@@ -62,9 +62,9 @@ def as_type(x: np.ndarray, dtype: str) -> np.ndarray:
 # -- the sum -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("width", [1, 7, 8, 53, 200, 3584, 4100, 8192])
-@pytest.mark.parametrize("dtype, pushed", [("float32", False), *((half, pushed) for half in DTYPES16
-                                                                 for pushed in (False, True))])
-def test_ranks_are_added_in_order(ranks, width, dtype, pushed):
+@pytest.mark.parametrize("dtype, way", [("float32", "read"), ("float32", "host"),
+                                        *((half, way) for half in DTYPES16 for way in ("read", "pushed", "host"))])
+def test_ranks_are_added_in_order(ranks, width, dtype, way):
     """Bit by bit; a row's bits are independent of others; and the norm is correct."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts = (rng.normal(size=(ranks, 67, width)) * 10.0 ** rng.integers(-3, 3, (ranks, 67, 1))).astype(np.float32)
@@ -73,18 +73,18 @@ def test_ranks_are_added_in_order(ranks, width, dtype, pushed):
     for part in as_type(parts, dtype):
         total = total + part
     for adds, expected in ((False, total), (True, y + total)):
-        found, normed = gpu.sum_ranks(parts, y, norm, dtype, adds, pushed)
+        found, normed = gpu.sum_ranks(parts, y, norm, dtype, adds, way)
         assert found.tobytes() == expected.tobytes()
         exact = expected.astype(float)
         exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6) * norm
         np.testing.assert_allclose(normed, exact, rtol=2e-5, atol=1e-6)
-        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, dtype, adds, pushed)
+        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, dtype, adds, way)
         assert few.tobytes() == found[5:8].tobytes() and few_normed.tobytes() == normed[5:8].tobytes()
 
 
-@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("way", ["read", "pushed", "host"])
 @pytest.mark.parametrize("dtype", DTYPES16)
-def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
+def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, way):
     """NaNs of both signs are not taken for memory that is not written yet; float16 clamps values beyond its range."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts, zeros, ones = rng.normal(size=(3, 9, 200)).astype(np.float32), np.zeros((9, 200)), np.ones(200)
@@ -93,7 +93,7 @@ def test_parts_that_are_no_numbers_or_do_not_fit_in_order(dtype, pushed):
     total = zeros.astype(np.float32)
     for part in as_type(parts, dtype):
         total = total + part
-    found, _ = gpu.sum_ranks(parts, zeros.astype(np.float32), ones.astype(np.float32), dtype, False, pushed)
+    found, _ = gpu.sum_ranks(parts, zeros.astype(np.float32), ones.astype(np.float32), dtype, False, way)
     np.testing.assert_array_equal(found, total)
     assert np.isnan(found).sum() == 2 and (abs(found[2, 7]) < FLOAT16_MAX + 9) == (dtype == "float16")
 
@@ -195,7 +195,7 @@ def test_a_missing_rank_is_reported(monkeypatch, dtype):
         assert time.monotonic() - began < 10
 
 
-def test_addresses_are_checked():
+def test_addresses_are_checked(monkeypatch):
     from allspark_server import _cuda, _native
 
     pair = shared_memories(2)
@@ -207,8 +207,13 @@ def test_addresses_are_checked():
         gpu.connect([address])
     with pytest.raises(ValueError, match="rank 1 is of another build, group or model"):
         gpu.connect([address, address])
+    monkeypatch.setenv("ALLSPARK_PEER_ACCESS", "0")
+    assert not _cuda.reaches_peer(0, 0)
+    by_host = gpu.share(16)
+    with pytest.raises(ValueError, match="differ on whether GPUs reach each other: set ALLSPARK_PEER_ACCESS=0"):
+        gpu.connect([address, by_host])
     with pytest.raises(ValueError, match="there is no GPU 99"):
-        _cuda.check_peer(0, 99)
+        _cuda.reaches_peer(0, 99)
 
 
 @pytest.mark.parametrize("connected", [0, 1, 2])
@@ -334,12 +339,8 @@ def test_a_group_of_two_processes_and_a_killed_rank():
         assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
 
 
-@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (2, "float16"), (3, "float32"), (3, "bfloat16"),
-                                          (3, "float16"), (4, "float32"), (3, "float8"), (3, "w8a8")])
-def test_processes_share_gpus(ranks, dtype):
-    """With any number of GPUs; heads and features do not divide evenly by three. The same bytes alone and together; in
-    float32 the greedy ids equal those of as many CPU ranks up to near-ties.
-    """
+def asked_of_processes(ranks: int, dtype: str) -> list:
+    """Greedy outputs of two prompts, and the sampled ones of the others, of a group whose ranks share GPUs."""
     words, greedy = ["--gpus", unit(ranks)["compute_unit"].removeprefix("CUDA:")], {"do_sample": False}
     with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0]) as engine:
         engine.install_model(AsModelConfig(model_name="m", model_path=str(shipped_model()), engine_max_length=512,
@@ -348,7 +349,18 @@ def test_processes_share_gpus(ranks, dtype):
         assert engine.get_rank_nums() == ranks
         found = [collect(ask(engine, number, greedy, 12)) for number in (0, 3)]
         asked = [ask(engine, number, config, 12) for number, config in ((1, CONFIGS[1]), (0, greedy), (3, greedy))]
-        assert [collect(each) for each in asked][1:] == found
+        sampled, *again = [collect(each) for each in asked]
+        assert again == found
+    return [*found, sampled]
+
+
+@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (2, "float16"), (3, "float32"), (3, "bfloat16"),
+                                          (3, "float16"), (4, "float32"), (3, "float8"), (3, "w8a8")])
+def test_processes_share_gpus(ranks, dtype):
+    """With any number of GPUs; heads and features do not divide evenly by three. The same bytes alone and together; in
+    float32 the greedy ids equal those of as many CPU ranks up to near-ties.
+    """
+    found = asked_of_processes(ranks, dtype)[:2]
     if dtype != "float32":
         return
     with Driver(shipped_model(), ranks, weight_dtype="float32", engine_max_length=512) as cpu:
@@ -359,3 +371,13 @@ def test_processes_share_gpus(ranks, dtype):
                     best = np.sort(row)[-2:]
                     assert best[1] - best[0] < 1e-3 * row.std()
                     break
+
+
+@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (3, "float32"), (3, "w8a8")])
+def test_groups_that_share_by_host_memory_have_the_same_bytes(monkeypatch, ranks, dtype):
+    """As if GPUs did not reach each other: sums, argmaxes and samples go through host memory."""
+    found = []
+    for access in ("1", "0"):
+        monkeypatch.setenv("ALLSPARK_PEER_ACCESS", access)
+        found.append(asked_of_processes(ranks, dtype))
+    assert found[0] == found[1]

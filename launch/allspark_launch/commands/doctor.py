@@ -235,9 +235,12 @@ def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
     found = [Finding("ok", "CUDA", f"built with {built}, the driver is for {driver}")]
     for a, b in itertools.combinations((gpu.index for gpu in usable), 2):
         try:
-            cuda.check_peer(a, b)
+            if not cuda.reaches_peer(a, b):
+                found.append(Finding("note", "GPUs", f"GPU {a} does not reach the memory of GPU {b}: a group of both "
+                                     "exchanges by host memory, which is slower",
+                                     "nvidia-smi topo -p2p r"))
         except (ValueError, RuntimeError) as error:
-            found.append(Finding("note", "GPUs", str(error), "groups of several GPUs need it; nvidia-smi topo -p2p r"))
+            found.append(Finding("note", "GPUs", str(error), "nvidia-smi topo -p2p r"))
     return found
 
 

@@ -96,7 +96,9 @@ class Device {
 
 // The number of GPUs. Throws as Device does.
 int device_count();
-// Throws std::invalid_argument unless this GPU can read and write the other's memory.
-void check_peer(int device, int other);
+// Whether a GPU can read and write another's memory. ALLSPARK_PEER_ACCESS=0 says that none can. Throws
+// std::invalid_argument if there is no such GPU.
+bool reaches_peer(int device, int other);
+bool may_reach_peers();
 
 }  // namespace as::cuda

@@ -15,17 +15,7 @@ constexpr size_t kMarks = 2048;       // offset of the marks
 constexpr size_t kGranule = 2 << 20;  // smaller allocations may share their memory with other ones
 constexpr double kLeaveSeconds = 2;   // how long a rank waits for the others to leave
 
-// How other ranks open a rank's memory.
-struct Address {
-  char magic[8];
-  uint64_t process;
-  int32_t rank, world, device;  // device: as the rank's process counts GPUs
-  cudaUUID_t gpu;
-  int32_t outputs, vocab;
-  uint64_t base, buffer_bytes, pushed;
-  cudaIpcMemHandle_t handle;
-};
-constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '4'};
+constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '5'};
 
 // Process ids may be equal in two containers; this number is not.
 uint64_t own_process() {
@@ -49,40 +39,67 @@ int index_of(const cudaUUID_t& gpu) {
   return -1;
 }
 
+// What ranks exchange, without this process' addresses.
+RankSamples sizes_of(int world, int outputs, int vocab) {
+  RankSamples samples;
+  samples.peers.world = world, samples.outputs = outputs, samples.vocab = vocab;
+  return samples;
+}
+
 }  // namespace
+
+// How other ranks open a rank's memory.
+struct Exchange::Address {
+  char magic[8];
+  uint64_t process;
+  int32_t rank, world, device;  // device: as the rank's process counts GPUs
+  cudaUUID_t gpu;
+  int32_t outputs, vocab, by_host;
+  uint64_t base, buffer_bytes, pushed;
+  cudaIpcMemHandle_t handle;
+  HostBlock::Name block;
+};
 
 size_t partial_bytes(int rows, int width, bool is_dtype16) {
   return is_dtype16 ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
 }
 
-size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab) {
-  RankSamples samples;
-  samples.peers.world = world, samples.outputs = outputs, samples.vocab = vocab;
-  return rounded(kHeader + 2 * rounded(buffer_bytes, kHeader) + 2 * world * rounded(pushed, kHeader) + samples.bytes(),
-                 kGranule);
+size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab, bool by_host) {
+  const RankSamples samples = sizes_of(world, outputs, vocab);
+  const size_t sums = kHeader + 2 * rounded(buffer_bytes, kHeader);
+  if (by_host) return sums + samples.staged_bytes();
+  return rounded(sums + 2 * world * rounded(pushed, kHeader) + samples.bytes(), kGranule);
 }
 
 Exchange::Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, int outputs,
-                   int vocab, double seconds)
-    : device_(device), seconds_(seconds) {
+                   int vocab, double seconds, bool by_host)
+    : device_(device), seconds_(seconds), by_host_(by_host) {
   if (world < 2 || world > kMaxRanks || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(world) +
                                 ": a group has up to " + std::to_string(kMaxRanks) + " GPUs");
   device_.use();
-  memory_ = Memory(exchange_bytes(world, buffer_bytes, pushed, outputs, vocab), "what GPUs exchange");
+  if (by_host) pushed = 0;
+  memory_ = Memory(exchange_bytes(world, buffer_bytes, pushed, outputs, vocab, by_host), "what GPUs exchange");
   failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
   peers_.rank = rank, peers_.world = world, peers_.buffer_bytes = rounded(buffer_bytes, kHeader);
   peers_.pushed_bytes = rounded(pushed, kHeader);
   peers_.failed = failed_.as<int>(), peers_.limit = (uint64_t)(seconds * 1e9);
   samples_.outputs = outputs, samples_.vocab = vocab;
   char* places = memory_.as() + kHeader + 2 * peers_.buffer_bytes;
+  if (by_host) {
+    blocks_[rank] = HostBlock(block_bytes());
+    peers_.sent = blocks_[rank].on_gpu() + kHeader, peers_.local = memory_.as<uint32_t>();
+    samples_.staged = places;
+    return;
+  }
   check(cudaMemset(places, kNotYet & 0xff, 2 * world * peers_.pushed_bytes), "marking memory");
   check(cudaStreamSynchronize(nullptr), "marking memory");
 }
 
 Exchange::~Exchange() {
   try {
-    leave();
+    if (by_host_) device_.use(), device_.wait();  // kernels use the host's memory
+    else leave();
   } catch (const std::runtime_error&) {}  // the device is no longer usable
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
 }
@@ -93,9 +110,10 @@ std::string Exchange::address() {
   own.process = own_process(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
   own.base = reinterpret_cast<uint64_t>(memory_.as()), own.buffer_bytes = peers_.buffer_bytes;
   own.outputs = samples_.outputs, own.vocab = samples_.vocab;
-  own.pushed = peers_.pushed_bytes, own.gpu = uuid_of(device_.index());
+  own.pushed = peers_.pushed_bytes, own.gpu = uuid_of(device_.index()), own.by_host = by_host_;
   device_.use();
-  check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
+  if (by_host_) own.block = blocks_[peers_.rank].name();
+  else check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
   return std::string(reinterpret_cast<const char*>(&own), sizeof own);
 }
 
@@ -106,12 +124,17 @@ void Exchange::connect(const std::vector<std::string>& addresses) {
   device_.use();
   for (int r = 0; r < peers_.world; r++) {
     open(r, addresses[r]);
-    const char* base = r == peers_.rank ? memory_.as() : others_[r];
-    peers_.partials[r] = base + kHeader, peers_.flags[r] = reinterpret_cast<uint32_t*>(const_cast<char*>(base));
-    peers_.pushed[r] = const_cast<char*>(base) + kHeader + 2 * peers_.buffer_bytes;
+    char* base = by_host_ ? blocks_[r].on_gpu() : r == peers_.rank ? memory_.as() : others_[r];
+    peers_.partials[r] = (r == peers_.rank ? memory_.as() : base) + kHeader;
+    peers_.flags[r] = reinterpret_cast<uint32_t*>(base);
+    peers_.pushed[r] = base + kHeader + 2 * peers_.buffer_bytes;
     samples_.memory[r] = peers_.pushed[r] + 2 * peers_.world * peers_.pushed_bytes;
   }
   connected_ = true;
+}
+
+size_t Exchange::block_bytes() const {
+  return kHeader + 2 * peers_.buffer_bytes + sizes_of(peers_.world, samples_.outputs, samples_.vocab).bytes();
 }
 
 // Checks the address of a rank, and opens the memory of another rank.
@@ -123,9 +146,21 @@ void Exchange::open(int r, const std::string& address) {
       other.buffer_bytes != peers_.buffer_bytes || other.pushed != peers_.pushed_bytes ||
       other.outputs != samples_.outputs || other.vocab != samples_.vocab)
     throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
-  if (r == peers_.rank || others_[r]) return;
+  if ((bool)other.by_host != by_host_)
+    throw std::invalid_argument("ranks " + std::to_string(peers_.rank) + " and " + std::to_string(r) +
+                                " differ on whether GPUs reach each other: set ALLSPARK_PEER_ACCESS=0 for all");
+  if (r == peers_.rank) return;
+  if (!by_host_) return open_peer(r, other);
+  if (!blocks_[r].data()) blocks_[r] = HostBlock(other.block, block_bytes());
+}
+
+void Exchange::open_peer(int r, const Address& other) {
+  if (others_[r]) return;
   const int device = index_of(other.gpu);
-  if (device >= 0) check_peer(device_.index(), device);  // memory of a GPU that is not visible here can be opened, too
+  // Memory of a GPU that is not visible here can be opened, too.
+  if (device >= 0 && !reaches_peer(device_.index(), device))
+    throw std::invalid_argument("GPU " + std::to_string(device_.index()) + " does not reach the memory of GPU " +
+                                std::to_string(device) + ": set ALLSPARK_PEER_ACCESS=0 for all ranks");
   if (other.process == own_process()) {
     const cudaError_t enabled = device == device_.index() ? cudaSuccess : cudaDeviceEnablePeerAccess(device, 0);
     if (enabled != cudaErrorPeerAccessAlreadyEnabled) check(enabled, "reaching another GPU");

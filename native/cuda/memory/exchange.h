@@ -1,12 +1,16 @@
 // Memory of each rank's GPU that the other ranks read and write, opened by CUDA IPC (over NVLink or PCIe). It has two
 // buffers for the rank's partial sums, buffers for the sums that other ranks push, the flags by which kernels wait for
 // each other (kernels/comm/sum_ranks.cu), and what ranks exchange to sample (kernels/comm/sample_ranks.h).
+//
+// Where GPUs do not reach each other's memory, ranks share memory of their host instead. A rank's GPU has its own
+// partial sums in its memory, too. The bits are the same.
 #pragma once
 #include <string>
 #include <vector>
 
 #include "cuda/kernels/comm/sample_ranks.h"
 #include "cuda/memory/device.h"
+#include "cuda/memory/host_block.h"
 
 namespace as::cuda {
 
@@ -14,9 +18,9 @@ class Exchange {
  public:
   // buffer_bytes: size of the largest partial sum. pushed: size of the largest pushed one; 0: none. outputs: the most
   // of a step; vocab: the size of the vocabulary, 0 if nothing is sampled. seconds: how long a kernel waits for another
-  // rank.
+  // rank. by_host: by host memory, the same on all ranks; then nothing is pushed.
   Exchange(const Device& device, int rank, int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab,
-           double seconds);
+           double seconds, bool by_host = false);
   // Frees the memory once no other rank has it open. Leaks it if a rank that has opened it does not leave it in time.
   // If connect() was not called, no rank may call it with this rank's address afterwards.
   ~Exchange();
@@ -43,16 +47,21 @@ class Exchange {
   void check_waits() const;
 
  private:
+  struct Address;
   // What a rank does with the memory of another one, as it tells it there.
   enum class Mark : uint32_t { none, open, left };
 
   void open(int r, const std::string& address);
+  void open_peer(int r, const Address& address);
+  size_t block_bytes() const;  // of a rank, by host memory
   void tell(int r, Mark mark) const;
   void leave();
 
   const Device& device_;
   const double seconds_;
+  const bool by_host_;
   Memory memory_, failed_;
+  HostBlock blocks_[kMaxRanks];  // by host memory: of all ranks
   Peers peers_;
   RankSamples samples_;
   bool connects_ = false, connected_ = false;
@@ -63,6 +72,6 @@ class Exchange {
 // Bytes of a partial sum.
 size_t partial_bytes(int rows, int width, bool is_dtype16);
 // Bytes of GPU memory that an exchange takes.
-size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab);
+size_t exchange_bytes(int world, size_t buffer_bytes, size_t pushed, int outputs, int vocab, bool by_host = false);
 
 }  // namespace as::cuda

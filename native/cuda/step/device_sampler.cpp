@@ -32,9 +32,9 @@ DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax
   outputs_ = Memory(rows * sizeof(SampleOutput), "sampled tokens");
   if (ranks) both(host_dealt_, dealt_, all * sizeof(DealtSample), "samples of all ranks");
   if (reads_masks()) both(host_masks_, bits_, all * masks->words() * sizeof(uint32_t), "masks of samples");
-  task_.logits = ranks ? ranks->logits(ranks->peers.rank) : logits, task_.width = vocab_size, task_.argmax = argmax;
+  task_.logits = ranks ? ranks->own_logits() : logits, task_.width = vocab_size, task_.argmax = argmax;
   task_.chunk = chunk_of(vocab_size), task_.chunks = (vocab_size + task_.chunk - 1) / task_.chunk;
-  task_.masks = ranks ? ranks->masks(ranks->peers.rank) : bits_.as<uint32_t>();
+  task_.masks = ranks ? ranks->own_masks() : bits_.as<uint32_t>();
   task_.mask_words = ranks ? ranks->mask_words() : masks ? masks->words() : 0;
   task_.samples = samples_.as<RowSample>(), task_.edits = edits_.as<Edit>(),
   task_.outputs = outputs_.as<SampleOutput>();
@@ -102,8 +102,7 @@ void DeviceSampler::queue(const Batch& batch, std::vector<SampledBy>& by) {
     await_copies();
     sample_rows(task_, (int)count, list_.parts(), device_.queue());
   }
-  check(cudaMemcpyAsync(host_outputs_.as(), sampled, count * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
-                        device_.stream()),
+  check(cudaMemcpyAsync(host_outputs_.as(), sampled, count * sizeof(SampleOutput), cudaMemcpyDefault, device_.stream()),
         "copying sampled tokens");
 }
 
@@ -112,12 +111,13 @@ void DeviceSampler::queue_dealt(int count) {
   const RankSamples& ranks = *ranks_;
   const Queue queue = device_.queue();
   int own = 0;
+  bool masked = false;
   for (int j = 0; j < count; j++) {
     RowSample sample = list_.samples()[j];
     host_dealt_.as<DealtSample>()[j] = {sample.row, sample.mask, sample.target < 0};
     if (ranks.owner(j) != ranks.peers.rank) continue;
     sample.row = own;
-    if (sample.mask >= 0) sample.mask = own;
+    if (sample.mask >= 0) sample.mask = own, masked = true;
     host_samples_.as<RowSample>()[own++] = sample;
   }
   send(host_dealt_, dealt_, count * sizeof(DealtSample));
@@ -127,8 +127,20 @@ void DeviceSampler::queue_dealt(int count) {
   const uint32_t round = ++rounds_;
   push_logits(ranks, logits_, bits_.as<uint32_t>(), dealt, count, round, queue);
   await_logits(ranks, dealt, count, task_.argmax, round, queue);
+  if (ranks.staged && own) fetch_logits(own, masked);
   if (own) sample_rows(task_, own, list_.parts(), queue);
   exchange_samples(ranks, outputs_.as<SampleOutput>(), dealt, count, task_.argmax, round, queue);
+}
+
+// Copies what has arrived in host memory: the kernels read it several times.
+void DeviceSampler::fetch_logits(int own, bool masked) const {
+  const auto fetch = [&](void* to, const void* from, size_t bytes) {
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, device_.stream()), "copying logits");
+  };
+  const RankSamples& ranks = *ranks_;
+  const int rank = ranks.peers.rank;
+  fetch(ranks.own_logits(), ranks.logits(rank), (size_t)own * ranks.vocab * sizeof(float));
+  if (masked) fetch(ranks.own_masks(), ranks.masks(rank), (size_t)own * ranks.mask_words() * sizeof(uint32_t));
 }
 
 void DeviceSampler::warm_up() {

@@ -37,6 +37,7 @@ class DeviceSampler {
  private:
   void queue_masks(const Batch& batch, const std::vector<SampledBy>& by);
   void queue_dealt(int count);
+  void fetch_logits(int own, bool masked) const;
   bool reads_masks() const { return masks_ && (!ranks_ || ranks_->peers.rank == 0); }
   // Queues a copy to the device. It does not wait for the step that computes the logits; await_copies() lets the
   // kernels that are queued next wait for the copies so far.

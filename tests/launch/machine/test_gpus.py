@@ -188,15 +188,11 @@ def test_doctor_on_gpus(monkeypatch, root):
 @pytest.mark.parametrize("driver, told", [
     (0, "missing: the driver's library libcuda.so.1 cannot be loaded"),
     (12080, "missing: the driver is for CUDA 12, and this build needs one for 13"),
-    (13020, "ok: built with 13, the driver is for 13 -> \nnote: GPU 0 cannot reach GPU 2")])
+    (13020, "ok: built with 13, the driver is for 13 -> \nnote: GPU 0 does not reach the memory of GPU 2")])
 def test_doctor_on_the_cuda_backend(monkeypatch, root, driver, told):
-    def check_peer(a, b):
-        if b == 2:
-            raise ValueError(f"GPU {a} cannot reach GPU {b}")
-
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     monkeypatch.setitem(sys.modules, "allspark_server._cuda", SimpleNamespace(
-        CUDA_VERSION=13000, driver_version=lambda: driver, check_peer=check_peer))
+        CUDA_VERSION=13000, driver_version=lambda: driver, reaches_peer=lambda a, b: b != 2))
     monkeypatch.delattr("allspark_server._cuda", raising=False)
     assert told in texts(doctor._cuda([gpu for gpu in read_topology(root).gpus if gpu.index >= 0]))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

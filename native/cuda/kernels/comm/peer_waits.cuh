@@ -30,7 +30,7 @@ __device__ inline bool has_come(const uint32_t* flag, uint32_t call) {
 class Wait {
  public:
   __device__ explicit Wait(const Peers& peers, PeerWait what)
-      : peers_(peers), what_(what), given_up_(peers.flags[peers.rank] + kMaxRanks) {}
+      : peers_(peers), what_(what), given_up_(peers.own() + kMaxRanks) {}
   // Whether to go on waiting for rank r. Once a rank has missed the limit, all waits return false. The results are then
   // useless, and the host reports it (Exchange::check_waits).
   __device__ bool goes_on(int r) {

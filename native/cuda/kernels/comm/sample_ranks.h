@@ -22,6 +22,7 @@ struct RankSamples {
   int outputs = 0, vocab = 0;
   int begin = 0, width = 0;  // this rank's part of the vocabulary
   char* memory[kMaxRanks] = {};
+  char* staged = nullptr;  // by host memory: this rank's logits and masks in its GPU's memory, before they are sampled
 
   // Sample j of a step belongs to rank j % world, as its number j / world.
   AS_BOTH int owner(int j) const { return j % peers.world; }
@@ -44,10 +45,16 @@ struct RankSamples {
   AS_BOTH size_t bytes() const {
     return vocab ? argmax_bytes() + logit_bytes() + mask_bytes() + rounded(outputs * sizeof(SampleOutput)) : 0;
   }
+  // Where this rank's kernels read the logits and masks of its samples.
+  float* own_logits() const { return staged ? reinterpret_cast<float*>(staged) : logits(peers.rank); }
+  uint32_t* own_masks() const {
+    return staged ? reinterpret_cast<uint32_t*>(staged + logit_bytes()) : masks(peers.rank);
+  }
+  size_t staged_bytes() const { return vocab ? logit_bytes() + mask_bytes() : 0; }
   // For each rank: the last round whose logits, or samples, it has pushed to rank `on`.
   AS_BOTH uint32_t* arrived(int on, PeerWait what) const { return peers.flags[on] + (1 + (int)what) * 2 * kMaxRanks; }
   // How many CTAs of this rank have pushed logits; zero between launches.
-  AS_BOTH uint32_t* pushed() const { return peers.flags[peers.rank] + 16 * kMaxRanks; }
+  AS_BOTH uint32_t* pushed() const { return peers.own() + 16 * kMaxRanks; }
 
   static constexpr int kArgmaxWords = 3;  // of an Argmax: a value each, and a number of its step
 

@@ -10,6 +10,10 @@
 // there is only one transfer over the link to wait for. Two sets of places are used alternately. A rank that ends call
 // c + 1 has read what the others pushed for that call. They pushed it after they had ended call c and restored the
 // markers of everything they had read.
+//
+// Where GPUs do not reach each other, a CTA copies its rows of the partial sums to host memory, and waits until the CTA
+// of the same number of every other rank has done so. Flags of CTAs protect the buffers as those of ranks do, because
+// the first CTA takes part in every call.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -32,6 +36,19 @@ __device__ void meet(const Peers& p, uint32_t call) {
     const uint32_t* flag = p.flags[p.rank] + r;
     Wait wait(p, PeerWait::sum);
     while (!has_come(flag, call) && wait.goes_on(r)) {}
+  }
+  __syncthreads();
+}
+
+// The same by host memory, for the CTAs of this number. Only kHostCtas CTAs poll it: more would delay one another.
+__device__ void meet_by_host(const Peers& p, uint32_t call) {
+  const int r = threadIdx.x;
+  __threadfence_system();
+  __syncthreads();  // the CTA's rows are there
+  if (r == p.rank) tell(p.reached(r) + blockIdx.x, call);
+  if (r < p.world && r != p.rank) {
+    Wait wait(p, PeerWait::sum);
+    while (!has_come(p.reached(r) + blockIdx.x, call) && wait.goes_on(r)) {}
   }
   __syncthreads();
 }
@@ -65,6 +82,10 @@ struct Eight<true, kWhole> {
 
   __device__ void read(const char* partials, int row, int column, int width) {
     pairs = __ldcg(reinterpret_cast<const uint4*>(partials + 2 * tile_offset(row, column, blocks_of(width))));
+  }
+  static __device__ void copy(const char* from, char* to, int row, int column, int width) {
+    const size_t at = 2 * tile_offset(row, column, blocks_of(width));
+    *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
   }
   // Reads values that have been pushed, or markers.
   __device__ void look(const char* place, int row, int column, int width) {
@@ -105,6 +126,17 @@ struct Eight<false, kWhole> {
   __device__ void read(const char* partials, int row, int column, int width) {
     read_eight<kWhole, true>(reinterpret_cast<const float*>(partials) + (size_t)row * width, column, width, values);
   }
+  static __device__ void copy(const char* from, char* to, int row, int column, int width) {
+    const float* own = reinterpret_cast<const float*>(from) + (size_t)row * width + column;
+    float* other = reinterpret_cast<float*>(to) + (size_t)row * width + column;
+    if constexpr (kWhole) {
+#pragma unroll
+      for (int i = 0; i < kEight; i += 4)
+        *reinterpret_cast<float4*>(other + i) = *reinterpret_cast<const float4*>(own + i);
+    } else {
+      for (int i = 0; i < min(kEight, width - column); i++) other[i] = own[i];
+    }
+  }
   __device__ void add_to(float (&sum)[kEight]) const {
 #pragma unroll
     for (int i = 0; i < kEight; i++) sum[i] = __fadd_rn(sum[i], values[i]);
@@ -142,7 +174,15 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
   const size_t half = s.call % 2 * peers.buffer_bytes;
   Wait wait(peers, PeerWait::sum);
   if constexpr (!kPushed) {
-    meet(peers, (uint32_t)*peers.step * s.calls + s.call + 1);
+    const uint32_t call = (uint32_t)*peers.step * s.calls + s.call + 1;
+    if (peers.sent) {
+      for (int row = blockIdx.x; row < rows; row += gridDim.x)
+        for (int column = first; column < width; column += stride)
+          Eight<kTiles, kWhole>::copy(peers.partials[peers.rank] + half, peers.sent + half, row, column, width);
+      meet_by_host(peers, call);
+    } else {
+      meet(peers, call);
+    }
   } else if (!s.on_its_way) {
     for (int row = blockIdx.x; row < rows; row += gridDim.x)
       for (int column = first; column < width; column += stride) {
@@ -202,7 +242,8 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   const int threads = std::clamp(ceil_div(sum.y.width, 32 * kEight) * 32, 32, kThreads);
-  const int blocks = std::clamp(rows, 1, kBlocks * sm_count());  // at least one, which signals even without rows
+  const int most = sum.peers.sent ? kHostCtas : kBlocks * sm_count();
+  const int blocks = std::clamp(rows, 1, most);  // at least one, which signals even without rows
   const bool whole = sum.y.width % kEight == 0;
   const auto choose = [&](auto few, auto some, auto many) {
     start(queue, sum.peers.world <= 2 ? few : sum.peers.world <= 4 ? some : many, blocks, threads, 0, sum, rows);

@@ -9,12 +9,15 @@ constexpr int kMaxRanks = 8;
 // the other ranks. A value that has not arrived has all bits set; no result rounds to that.
 constexpr int kPushedRows = 256;
 constexpr int kNotYet = 0xffff;
+// CTAs that exchange partial sums by host memory. All ranks have the same number, whatever their GPUs.
+constexpr int kHostCtas = 64;
 // What a kernel waits for, from another rank.
 enum class PeerWait { sum, argmax, logits, samples };
 // How a kernel reports a wait that has missed the time limit: never 0.
 AS_BOTH constexpr int failure_of(PeerWait what, int rank) { return 1 + rank + kMaxRanks * (int)what; }
 
-// Memory of all ranks' GPUs, which all ranks read and write (exchange.h).
+// Memory of all ranks' GPUs, which all ranks read and write (exchange.h). If GPUs do not reach each other, the memory
+// that a rank shares is the host's, and nothing is pushed.
 struct Peers {
   int rank = 0, world = 1;
   size_t buffer_bytes = 0;          // bytes of each of the two buffers of partial sums
@@ -26,7 +29,15 @@ struct Peers {
   const int* step = nullptr;        // number of previous steps, the same on all ranks
   int* failed = nullptr;            // in host memory: 0, or failure_of() a wait that has missed the time limit
   uint64_t limit = 0;               // ns
+  char* sent = nullptr;             // this rank's partial sums in host memory, for the others; null: they read them
+                                    // in its GPU's memory
+  uint32_t* local = nullptr;        // by host memory: words that no other rank uses, in this rank's GPU's memory
 
+  // Words of this rank's GPU that its kernels poll and count in.
+  AS_BOTH uint32_t* own() const { return local ? local : flags[rank]; }
+  // By host memory, of rank `of`: the last call that each CTA has reached.
+  AS_BOTH uint32_t* reached(int of) const { return flags[of] + kFlags; }
+  static constexpr int kFlags = 256;  // words before them
   // Where rank `on` receives the values of rank `of`.
   AS_BOTH char* place(int on, int of, int call) const { return pushed[on] + (call % 2 * world + of) * pushed_bytes; }
 };
