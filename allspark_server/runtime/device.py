@@ -14,6 +14,7 @@ from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.graph import OUTPUT_ROWS, Graph, Op
 from allspark_server.runtime.binding import GROUP_GPUS
+from allspark_server.runtime.chip_costs import chip_costs
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import DeviceLost, cuda_library, native_library
 from allspark_server.runtime.profile import GpuRooflineMeter, RooflineMeter
@@ -261,6 +262,7 @@ class Gpu(Device):
             # All ranks see the same GPUs, and so decide alike.
             self._by_host = not all(itertools.starmap(self._library.reaches_peer,
                                                       itertools.permutations(self._group, 2)))
+            self._costs = chip_costs(self._library, index)
             self._first: Any = self._executor()  # finds out whether there is a GPU; the first model uses it
         except DeviceLost:
             raise
@@ -315,7 +317,7 @@ class Gpu(Device):
 
     def _executor(self) -> Any:
         sampler = native_library().HostSampler(self._threads, shared_memory=self._shared_memory)
-        return self._library.Executor(self._index, sampler, self._shared_memory)
+        return self._library.Executor(self._index, sampler, self._shared_memory, self._costs)
 
     def share(self, executor: Any, rows: int, outputs: int) -> str:
         """See `Device.share`."""

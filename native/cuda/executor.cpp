@@ -12,8 +12,8 @@
 namespace as::cuda {
 
 CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler,
-                           std::shared_ptr<Communicator> communicator)
-    : shared_device_(std::make_shared<Device>(device)),
+                           std::shared_ptr<Communicator> communicator, const ChipCosts& costs)
+    : shared_device_(std::make_shared<Device>(device, costs)),
       device_(*shared_device_),
       sampler_(std::move(sampler)),
       communicator_(communicator && communicator->size() > 1 ? std::move(communicator) : nullptr),
@@ -260,6 +260,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
 std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const int* chosen, int rows, int top,
                                                   GemmAlgo algo, int tile_rows) {
   Matrix m = weights_.matrix(id);
+  if (m.takes_bytes() && device_.capability() != 90)
+    throw std::invalid_argument("stacks of experts of type " + format_of(m) + " are for capability 9.0 (Hopper)");
   m.max_split_k = 1;
   const int entries = rows * top;
   std::vector<float> y((size_t)entries * m.n), made(y.size());

@@ -15,8 +15,9 @@ namespace as::cuda {
 
 class CudaExecutor : public Model {
  public:
-  // communicator: connects the ranks of a group; null: there is one rank.
-  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator = nullptr);
+  // communicator: connects the ranks of a group; null: there is one rank. costs: of the GPU's kernels.
+  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator = nullptr,
+               const ChipCosts& costs = {});
   // Another model on the same GPU and stream; the two take turns. Without a communicator it is whole, also beside one
   // of several ranks: two sums a layer would take longer than a small model's weights, and ranks make the same drafts.
   CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampler> sampler,

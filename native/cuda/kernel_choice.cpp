@@ -9,6 +9,7 @@
 #include "cuda/kernels/attention/latent_plan.h"
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
+#include "cuda/kernels/gemm/mma_prefill_plan.h"
 
 namespace as::cuda {
 namespace {
@@ -37,18 +38,33 @@ bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
   return ctas > chip.sms && 4 * ctas < 5 * chip.sms;
 }
 
-// Whether gemm_mma_prefill() is the fastest by mma.sync: its tiles of 64 rows and 128 columns occupy half of the SMs.
-// Up to 32 rows, the other kernel is bound by the bandwidth of the weights.
-bool has_many_rows(const Chip& chip, const Gemm& g, int rows) {
-  if (g.pushed && rows <= kPushedRows) return false;
-  return rows > kBlock / 2 && 2 * ceil_div(rows, kBlock) * ceil_div(g.w.n, 2 * kBlock) >= chip.sms;
+// Bits of a value of 16-bit or quantized weights.
+int bits_of(const Matrix& w) { return w.kind == Kind::quantized ? w.quants.bits : 16; }
+
+// The expected nanoseconds of a GEMM by mma.sync in tiles of few columns.
+double mma_time(const Chip& chip, const Matrix& w, int rows) {
+  const int columns = w.kind == Kind::quantized ? 2 * kTileRows : kTileRows;
+  const double ctas = (double)ceil_div(w.n, columns) * ceil_div(rows, kBlock);
+  const double products = std::max(1.0, ctas / chip.sms) * blocks_of(w.k) * chip.costs.mma_of(bits_of(w));
+  return std::max(products, (double)w.n * w.k * bits_of(w) / 8 / chip.costs.read);
 }
 
-// Whether a quantized matrix is dequantized first, and then multiplied by gemm_mma_prefill(). Writing and reading it
-// takes long where memory is not HBM.
-bool widens(const Chip& chip, const Gemm& g, int rows) {
-  const bool hbm = chip.capability == 80 || chip.capability == 100 || chip.capability == 103;
-  return rows > (hbm ? kLeastWidened : kMaxFused) && has_many_rows(chip, g, rows);
+// Whether gemm_mma_prefill() can compute it: it writes gated values in 16 bits, and pushes nothing.
+bool has_mma_prefill(const Gemm& g, int rows) {
+  return (!g.gated || g.writes_16_bytes) && !(g.pushed && rows <= kPushedRows);
+}
+
+// Whether gemm_mma_prefill() is expected to be the fastest by mma.sync. Quantized weights are dequantized first. Up to
+// 32 rows, the other kernel is bound by the bandwidth of the weights.
+bool prefill_is_best_by_mma(const Chip& chip, const Gemm& g, int rows) {
+  const Matrix& w = g.w;
+  const bool quantized = w.kind == Kind::quantized;
+  if (!has_mma_prefill(g, rows) || rows <= (quantized ? kLeastWidened : kBlock / 2)) return false;
+  double time = MmaPrefillPlan(chip.costs, chip.shared_bytes, chip.sms, w, rows, g.gated).nanoseconds;
+  time = std::max(time, 2.0 * w.n * w.k / chip.costs.read);
+  if (quantized)
+    time += chip.costs.graph_node + (double)blocks_of(w.n) * blocks_of(w.k) * chip.costs.widen_of(w.quants.bits);
+  return time < mma_time(chip, w, rows);
 }
 
 // The fastest kernel but gemv() for 16-bit weights on Hopper.
@@ -77,10 +93,11 @@ GemmAlgo fused_algo(const Chip& chip, const Gemm& g) {
 }
 
 GemmAlgo choose_dtype16(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) {
-  if (!is_hopper(chip))
-    return algo != GemmAlgo::mma && (algo == GemmAlgo::mma_prefill || has_many_rows(chip, g, rows))
-               ? GemmAlgo::mma_prefill
-               : GemmAlgo::mma;
+  if (!is_hopper(chip)) {
+    const bool prefill = algo == GemmAlgo::mma_prefill ? has_mma_prefill(g, rows)
+                                                       : algo != GemmAlgo::mma && prefill_is_best_by_mma(chip, g, rows);
+    return prefill ? GemmAlgo::mma_prefill : GemmAlgo::mma;
+  }
   if (algo == GemmAlgo::any) {
     const bool pushed = g.pushed && rows <= kPushedRows;
     algo = fastest(chip, g.w, rows, pushed);
@@ -97,9 +114,11 @@ GemmAlgo choose_quantized(const Chip& chip, const Gemm& g, int rows, GemmAlgo al
   if (algo == GemmAlgo::any) {
     if (is_hopper(chip) && rows == 1 && QuantizedGemvPlan(g.w, chip.sms, chip.shared_bytes).stages)
       return GemmAlgo::gemv;
-    algo = (is_hopper(chip) ? rows > kMaxFused : widens(chip, g, rows)) ? GemmAlgo::prefill : GemmAlgo::stream_k;
+    algo = (is_hopper(chip) ? rows > kMaxFused : prefill_is_best_by_mma(chip, g, rows)) ? GemmAlgo::prefill
+                                                                                        : GemmAlgo::stream_k;
   }
-  if (algo == GemmAlgo::prefill && (!is_hopper(chip) || g.writes_16_bytes)) return GemmAlgo::prefill;
+  if (algo == GemmAlgo::prefill && (is_hopper(chip) ? g.writes_16_bytes : has_mma_prefill(g, rows)))
+    return GemmAlgo::prefill;
   return algo == GemmAlgo::mma || !is_hopper(chip) ? GemmAlgo::mma : GemmAlgo::stream_k;
 }
 
@@ -148,7 +167,8 @@ auto key_of(const Matrix& w) {
 }
 
 auto key_of(const Gemm& g) {
-  return std::tuple_cat(key_of(g.w), std::make_tuple(g.writes_16_bytes, g.normed, g.fuses, g.pushed, g.few_columns));
+  return std::tuple_cat(key_of(g.w),
+                        std::make_tuple(g.writes_16_bytes, g.gated, g.normed, g.fuses, g.pushed, g.few_columns));
 }
 
 template <typename Key, typename Table, typename Make>
@@ -180,7 +200,8 @@ constexpr const char* kGemmNames[] = {"any",  "simt",    "small_n", "mma",      
 
 Gemm gemm_of(const GemmArgs& p) {
   Gemm g;
-  g.w = p.w, g.writes_16_bytes = p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0;
+  g.w = p.w, g.gated = p.gated;
+  g.writes_16_bytes = p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0;
   return g;
 }
 
@@ -225,6 +246,15 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool
   choice.decode = decodes ? AttentionAlgo::mma : AttentionAlgo::simt;
   choice.stores = has_mma && decode_fits(type, dim, kOwnRows, chip.shared_bytes);
   return choice;
+}
+
+// Fitted on an H100, whose figures are the defaults. There, other launches take the time of 8 tiles in a layer.
+double prefill_extra(const ChipCosts& costs) {
+  constexpr ChipCosts kH100;
+  constexpr double kMeasured = 8, kLeast = 2, kMost = 32;
+  const double launches = (costs.launch - costs.graph_node) / (kH100.launch - kH100.graph_node),
+               tile = costs.mma_prefill[0] / kH100.mma_prefill[0];
+  return std::clamp(kMeasured * launches / tile, kLeast, kMost);
 }
 
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim) {

@@ -16,6 +16,7 @@ namespace as::cuda {
 struct Gemm {
   Matrix w;
   bool writes_16_bytes = true;  // rows of the output can be written 16 bytes at a time
+  bool gated = false;           // gate and up columns
   bool normed = false;          // a norm precedes it
   bool fuses = false;           // its kernel may norm the single row of a step, or quantize it to 8 bits
   bool pushed = false;          // its 16-bit partial sums of few rows go to another GPU, too
@@ -47,6 +48,9 @@ bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down);
 
 // biased: with ALiBi slopes or sinks.
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, bool biased);
+
+// What a layer of a step without a graph takes longer, in times that an attention tile takes for 64 positions.
+double prefill_extra(const ChipCosts& costs);
 
 // mma for rows of kLatentDim + kLatentRope features of 16 bits, otherwise simt.
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim);

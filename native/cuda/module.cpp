@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "bindings/model.h"
+#include "cuda/chip_bindings.h"
 #include "cuda/executor.h"
 #include "cuda/memory/roofline.h"
 #include "cuda/weights/dtype16.h"
@@ -128,27 +129,25 @@ py::list to_list(const std::vector<KernelTable::Row>& rows) {
 }
 
 void bind_kernel_choice(py::module_& m) {
-  py::class_<Chip>(m, "Chip", "What the choice among kernels depends on of a GPU.")
-      .def(py::init([](int capability, int sms, int shared_bytes, int prefill_clusters) {
-             return Chip{capability, sms, shared_bytes, prefill_clusters};
-           }),
-           py::arg("capability") = 90, py::arg("sms") = 132, py::arg("shared_bytes") = 227 << 10,
-           py::arg("prefill_clusters") = 66, "By default an H100 or H200.");
+  bind_chips(m);
   m.def(
       "gemm_kernels",
-      [](const Chip& chip, int n, int k, const std::string& dtype, int group_size, bool gated, bool normed,
-         bool pushed) {
+      [](const Chip& chip, int n, int k, const std::string& dtype, int group_size, bool gated, bool normed, bool pushed,
+         bool floats) {
         Gemm gemm;
         gemm.w = matrix_of(n, k, dtype, group_size);
         if (gated) gemm.w.n = paired_rows(n);
-        gemm.writes_16_bytes = gated || n % 4 == 0, gemm.normed = normed, gemm.pushed = pushed;
+        gemm.gated = gated, gemm.writes_16_bytes = gated ? !floats : n % 4 == 0;
+        gemm.normed = normed, gemm.pushed = pushed;
         gemm.fuses = normed || gemm.w.takes_bytes();
         return to_list(rows_of(gemm, gemm_table(chip, gemm)));
       },
       py::arg("chip"), py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
-      py::arg("gated") = false, py::arg("normed") = false, py::arg("pushed") = false,
+      py::arg("gated") = false, py::arg("normed") = false, py::arg("pushed") = false, py::arg("floats") = false,
       "Which kernels compute a linear on a chip, as Executor.kernels() lists them; needs no GPU. gated: gate and up "
-      "columns, which silu_mul multiplies; normed: an rms_norm comes before; pushed: partial sums go to another GPU.");
+      "columns, which silu_mul multiplies; normed: an rms_norm comes before; pushed: partial sums go to another GPU; "
+      "floats: "
+      "the gated result is float32.");
   m.def(
       "attention_kernels",
       [](const Chip& chip, const std::string& cache_dtype, int head_dim, int group, bool biased) {
@@ -466,12 +465,13 @@ PYBIND11_MODULE(_cuda, m) {
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
   executor.def(
-      py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator) {
-        return std::shared_ptr<CudaExecutor>(new CudaExecutor(device, std::move(sampler), std::move(communicator)),
-                                             WithoutGil{});
+      py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator,
+                  const py::dict& costs) {
+        return std::shared_ptr<CudaExecutor>(
+            new CudaExecutor(device, std::move(sampler), std::move(communicator), costs_of(costs)), WithoutGil{});
       }),
-      py::arg("device"), py::arg("sampler"), py::arg("communicator") = nullptr,
-      "communicator: of the other ranks of a group; the sampler must have it, too.");
+      py::arg("device"), py::arg("sampler"), py::arg("communicator") = nullptr, py::arg("costs") = py::dict(),
+      "communicator: of the other ranks of a group; the sampler must have it, too. costs: of measure_costs().");
   executor.def(
       "beside",
       [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> communicator) {

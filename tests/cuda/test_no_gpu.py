@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -251,6 +252,7 @@ def test_every_decode_step_has_the_size_of_a_graph(most):
 
 AMPERE = dict(capability=80, sms=108, shared_bytes=163 << 10, prefill_clusters=0)
 ADA = dict(capability=89, sms=142, shared_bytes=99 << 10, prefill_clusters=0)
+SLOW_MEMORY = {"read": 800, "widen": [14, 13]}  # GDDR
 
 
 @pytest.mark.parametrize("chip, shape, options, expected", [
@@ -275,15 +277,56 @@ ADA = dict(capability=89, sms=142, shared_bytes=99 << 10, prefill_clusters=0)
     (AMPERE, (37888, 3584, "float16"), {"gated": True}, [(32, "mma"), (None, "mma_prefill")]),
     (AMPERE, (512, 3584, "bfloat16"), {}, [(832, "mma"), (None, "mma_prefill")]),  # tiles for half of the SMs
     (AMPERE, (4608, 3584, "int4", 64), {}, [(128, "mma"), (None, "prefill")]),
-    (ADA, (4608, 3584, "int4", 64), {}, [(256, "mma"), (None, "prefill")]),
+    (ADA, (4608, 3584, "int4", 64), {}, [(320, "mma"), (None, "prefill")]),
+    (AMPERE, (37888, 3584, "float16"), {"gated": True, "floats": True}, [(None, "mma")]),  # written in 16 bits alone
+    (AMPERE, (37888, 3584, "int4", 64), {"gated": True, "floats": True}, [(None, "mma")]),
     (AMPERE, (3584, 3584, "w8a8"), {}, [(None, "mma")]),
     ({}, (256, 64, "float32"), {}, [(None, "simt")]),
 ])
 def test_which_kernel_serves_a_linear(chip, shape, options, expected):
     cuda = pytest.importorskip("allspark_server._cuda")
-    rows = cuda.gemm_kernels(cuda.Chip(**chip), *shape, **options)
+    costs = {**cuda.default_costs(), **SLOW_MEMORY} if chip is ADA else {}
+    rows = cuda.gemm_kernels(cuda.Chip(**chip, costs=costs), *shape, **options)
     assert [(row["last"], row["kernel"]) for row in rows] == expected
     assert [row["first"] for row in rows] == [1, *(last + 1 for last, _ in expected[:-1])]
+
+
+def test_choices_follow_what_kernels_cost():
+    cuda = pytest.importorskip("allspark_server._cuda")
+    costs = cuda.default_costs()
+
+    def last_of_mma(chip=AMPERE, shape=(3584, 3584, "bfloat16"), **changed):
+        rows = cuda.gemm_kernels(cuda.Chip(**chip, costs={**costs, **changed}), *shape)
+        return next(row["last"] for row in rows if row["kernel"].startswith("mma"))
+
+    faster = [0.4 * each for each in costs["mma_prefill"]]
+    assert last_of_mma(mma_prefill=faster, mma_prefill_row=20) < last_of_mma() < last_of_mma(mma=[90, 300, 310])
+    assert last_of_mma(mma_prefill=[1e6] * 6) is None
+    int4 = (4608, 3584, "int4", 64)
+    assert last_of_mma(shape=int4) < last_of_mma(shape=int4, widen=[30, 30])
+    assert last_of_mma(shape=int4, widen=[0.1, 0.1]) == 128  # there is memory for dequantized weights from 129 rows on
+    # Hopper's kernels do not follow them.
+    assert cuda.gemm_kernels(cuda.Chip(costs={**costs, "mma_prefill": faster}), *int4) == cuda.gemm_kernels(
+        cuda.Chip(), *int4)
+    assert cuda.prefill_extra({}) == cuda.prefill_extra(costs) == 8
+    assert cuda.prefill_extra({**costs, "launch": costs["graph_node"]}) == 2  # bounded
+    assert cuda.prefill_extra({**costs, "launch": 1e6}) == 32
+    assert cuda.mma_rate(costs, 163 << 10, 132) == pytest.approx(132 * 2 * 256 * 128 * 64 / 1110e-9)
+    for wrong, told in ({"read": 1}, "graph_node must be 1 number"), ({**costs, "read": -1}, "read must be 1 number"), (
+            {**costs, "mma": [1, 2]}, "mma must be 3 numbers"), ({**costs, "new": 1}, "unknown name"):
+        with pytest.raises(ValueError, match=told):
+            cuda.Chip(costs=wrong)
+
+
+def test_costs_that_no_such_chip_has():
+    cuda = pytest.importorskip("allspark_server._cuda")
+    costs, h100 = cuda.default_costs(), dict(capability=90, sms=132, shared_bytes=227 << 10, clock=1.98, memory=3352)
+    assert cuda.why_implausible(costs, **h100) == ""
+    for changed, told in [({"read": 700}, "read of 700, which should be 1173 to 4022"), ({"launch": 5}, "launch of 5"),
+                          ({"graph_node": 1e5}, "graph_node of 1e"), ({"mma_prefill": [9000] * 6}, ".* the best tile"),
+                          ({"mma_prefill": [0] * 6}, "mma_prefill"), ({"mma": [144, 300, 9e4]}, "mma.2."),
+                          ({"widen": [4.6, 900]}, "widen.1."), ({"mma_prefill_row": 9000}, "mma_prefill_row")]:
+        assert re.match(told, cuda.why_implausible({**costs, **changed}, **h100)), changed
 
 
 def test_which_kernels_serve_experts_and_attention():

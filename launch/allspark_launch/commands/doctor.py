@@ -12,6 +12,7 @@ import stat
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -241,7 +242,24 @@ def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
                                      "nvidia-smi topo -p2p r"))
         except (ValueError, RuntimeError) as error:
             found.append(Finding("note", "GPUs", str(error), "nvidia-smi topo -p2p r"))
-    return found
+    return found + [_costs(cuda, gpu.index) for gpu in usable]
+
+
+def _costs(cuda: Any, index: int) -> Finding:
+    """What was measured when the GPU was first used."""
+    from allspark_server.runtime.chip_costs import kept_costs
+
+    try:
+        path, costs = kept_costs(cuda, index)
+        limits = cuda.chip_limits(index)
+    except (ValueError, RuntimeError) as error:
+        return Finding("note", "GPUs", str(error))
+    if costs is None:
+        return Finding("ok", "GPUs", f"GPU {index}: what its kernels cost is not measured yet; the first model does")
+    rate = cuda.mma_rate(costs, limits["shared_bytes"], limits["sms"])
+    return Finding("ok", "GPUs", f"GPU {index}: reads {costs['read']:,.0f} GB/s, {rate / 1e12:,.0f} TFLOP/s by "
+                   f"mma.sync, {costs['graph_node'] / 1e3:.1f} us for a kernel of a graph and "
+                   f"{costs['launch'] / 1e3:.1f} us for one by itself; measured, in {path}")
 
 
 def _persistence(modes: str) -> list[Finding]:

@@ -55,16 +55,12 @@ int device_count() {
   return count;
 }
 
-namespace {
-
 void check_index(int index) {
   const int count = device_count();
   if (index < 0 || index >= count)
     throw std::invalid_argument("there is no GPU " + std::to_string(index) + ": compute_unit may name 0 to " +
                                 std::to_string(count - 1));
 }
-
-}  // namespace
 
 bool may_reach_peers() {
   const char* wanted = std::getenv("ALLSPARK_PEER_ACCESS");
@@ -87,7 +83,7 @@ static int* report() {
   return place->as<int>();
 }
 
-Device::Device(int index) : index_(index) {
+Device::Device(int index, const ChipCosts& costs) : index_(index), costs_(costs) {
   check_index(index);
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, index), "asking what the GPU is");
@@ -118,7 +114,7 @@ Device::~Device() {
 
 Chip Device::chip(DType16 dtype) const {
   use();
-  return {capability_, sm_count_, max_shared(), capability_ == 90 ? prefill_clusters(dtype) : 0};
+  return {capability_, sm_count_, max_shared(), capability_ == 90 ? prefill_clusters(dtype) : 0, costs_};
 }
 
 size_t Device::free_bytes() const {

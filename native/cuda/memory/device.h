@@ -67,8 +67,8 @@ class Memory {
 class Device {
  public:
   // Throws std::invalid_argument that says what to do if the driver is missing or too old, or if the GPU does not exist
-  // or is not supported.
-  explicit Device(int index);
+  // or is not supported. costs: measured ones (chip_costs.h).
+  explicit Device(int index, const ChipCosts& costs = {});
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -83,12 +83,14 @@ class Device {
   cudaStream_t stream() const { return stream_; }
   // dtype: the type of 16-bit weights.
   Chip chip(DType16 dtype) const;
-  Queue queue() const { return {stream_, capability_, scratch_}; }
+  const ChipCosts& costs() const { return costs_; }
+  Queue queue() const { return {stream_, capability_, scratch_, false, &costs_}; }
   size_t free_bytes() const;
 
  private:
   int index_, capability_ = 0, sm_count_ = 0;
   std::string name_;
+  const ChipCosts costs_;
   cudaStream_t stream_ = nullptr;
   Memory sums_, flags_, k_parts_, arrivals_;
   Scratch scratch_;
@@ -96,6 +98,8 @@ class Device {
 
 // The number of GPUs. Throws as Device does.
 int device_count();
+// Throws std::invalid_argument that says what to do if there is no such GPU.
+void check_index(int index);
 // Whether a GPU can read and write another's memory. ALLSPARK_PEER_ACCESS=0 says that none can. Throws
 // std::invalid_argument if there is no such GPU.
 bool reaches_peer(int device, int other);

@@ -18,7 +18,9 @@ namespace as::cuda {
 HostBlock::HostBlock(size_t bytes) {
   try {
     file_ = memfd_create("allspark-ranks", MFD_CLOEXEC);
-    const int error = file_ < 0 ? errno : ftruncate(file_, (off_t)bytes) ? errno : posix_fallocate(file_, 0, (off_t)bytes);
+    const int error = file_ < 0                        ? errno
+                      : ftruncate(file_, (off_t)bytes) ? errno
+                                                       : posix_fallocate(file_, 0, (off_t)bytes);
     if (error)
       throw std::runtime_error("cannot allocate " + std::to_string(bytes >> 20) +
                                " MiB of shared host memory for what GPUs exchange: " + std::strerror(error));

@@ -24,7 +24,7 @@ class HostBlock {
   }
 
   Name name() const;
-  char* data() const { return data_; }     // the host's address
+  char* data() const { return data_; }      // the host's address
   char* on_gpu() const { return on_gpu_; }  // the GPU's address
 
  private:

@@ -190,12 +190,28 @@ def test_doctor_on_gpus(monkeypatch, root):
     (12080, "missing: the driver is for CUDA 12, and this build needs one for 13"),
     (13020, "ok: built with 13, the driver is for 13 -> \nnote: GPU 0 does not reach the memory of GPU 2")])
 def test_doctor_on_the_cuda_backend(monkeypatch, root, driver, told):
+    def limits(index):
+        raise ValueError(f"there is no GPU {index}")
+
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     monkeypatch.setitem(sys.modules, "allspark_server._cuda", SimpleNamespace(
-        CUDA_VERSION=13000, driver_version=lambda: driver, reaches_peer=lambda a, b: b != 2))
+        CUDA_VERSION=13000, driver_version=lambda: driver, reaches_peer=lambda a, b: b != 2,
+        COSTS_VERSION=1, chip_limits=limits))
     monkeypatch.delattr("allspark_server._cuda", raising=False)
     assert told in texts(doctor._cuda([gpu for gpu in read_topology(root).gpus if gpu.index >= 0]))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_doctor_on_what_kernels_cost(monkeypatch, tmp_path):
+    from allspark_server.runtime import chip_costs
+
+    costs = {"read": 2893.4, "graph_node": 1010, "launch": 1890}
+    kept = [(tmp_path, None), (tmp_path, costs)]
+    monkeypatch.setattr(chip_costs, "kept_costs", lambda library, index: kept[index])
+    cuda = SimpleNamespace(chip_limits=lambda index: {"shared_bytes": 1, "sms": 132}, mma_rate=lambda *given: 499.3e12)
+    assert "GPU 0: what its kernels cost is not measured yet" in doctor._costs(cuda, 0).text
+    assert doctor._costs(cuda, 1).text == ("GPU 1: reads 2,893 GB/s, 499 TFLOP/s by mma.sync, 1.0 us for a kernel of a "
+                                           f"graph and 1.9 us for one by itself; measured, in {tmp_path}")
 
 
 def test_metrics_of_gpus():

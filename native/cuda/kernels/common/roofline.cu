@@ -32,7 +32,27 @@ __global__ void fill_kernel(uint32_t* data, size_t count) {
   if (i < count) data[i] = (x & 0x83ff83ff) | 0x3c003c00;
 }
 
+__global__ void nothing_kernel() { after_previous(); }
+
+__global__ void time_kernel(uint64_t nanoseconds) {
+  after_previous();
+  uint64_t began, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+  do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  while (now - began < nanoseconds);
+}
+
 }  // namespace
+
+void do_nothing(const Queue& queue) {
+  start(queue, nothing_kernel, 1, 32, 0);
+  launched("nothing");
+}
+
+void pass_time(double nanoseconds, const Queue& queue) {
+  start(queue, time_kernel, 1, 1, 0, (uint64_t)nanoseconds);
+  launched("a delay");
+}
 
 void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue) {
   start(queue, read_kernel, kBlocks * sm_count(), kThreads, 0, static_cast<const uint4*>(data), bytes / 16, sink);

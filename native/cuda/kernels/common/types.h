@@ -62,6 +62,8 @@ struct Scratch {
   int* given_up = nullptr;  // in host memory: for waits that fail (errors.h)
 };
 
+struct ChipCosts;
+
 // Where kernels are launched: a stream, and the compute capability of its GPU (90 is 9.0).
 struct Queue {
   cudaStream_t stream = nullptr;
@@ -69,6 +71,7 @@ struct Queue {
   Scratch scratch;
   // No programmatic launch: the previous kernel writes weights that this one prefetches.
   bool no_pdl = false;
+  const ChipCosts* costs = nullptr;  // of the GPU; null: the defaults
 };
 
 // gate * sigmoid(alpha * gate) * (up + shift), with gate <= limit and |up| <= limit. The defaults give

@@ -36,6 +36,8 @@ void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // Quantized weights with bfloat16 activations: mma, gemv (for p.x or p.unnormed), stream_k or prefill.
 void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
+// Dequantizes a quantized matrix into 16-bit tiles, as gemm_quantized() does first for many rows.
+void widen_quantized(const Matrix& w, uint16_t* to, const Queue& queue);
 // Scratch bytes of gemm_quantized() for a matrix [n, k] and at most this many rows. gated: n counts paired_rows().
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Integer weights with activations p.bytes: mma, small_m, stream_k or prefill.

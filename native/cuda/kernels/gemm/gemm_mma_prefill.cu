@@ -5,11 +5,13 @@
 // Eight warps have 64 columns and kTiles x 8 rows each: every value that a warp loads from shared memory is used in
 // many products. Loads of a step's operands are issued among the products of the step before.
 #include <algorithm>
-#include <climits>
+#include <array>
+#include <utility>
 
 #include "cuda/kernels/common/exchange.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
+#include "cuda/kernels/gemm/mma_prefill_plan.h"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -188,12 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// A shape, and the time that a tile takes for a block of K, in nanoseconds on an H100. Only the ratios matter.
-struct Choice {
-  bool whole;
-  int rows, shared, nanoseconds;
-  void (*start)(const GemmArgs&, int rows, const SplitK&, const Queue&);
-};
+using Start = void (*)(const GemmArgs&, int rows, const SplitK&, const Queue&);
 
 template <typename S>
 void start_shape(const GemmArgs& p, int rows, const SplitK& k, const Queue& queue) {
@@ -203,32 +200,20 @@ void start_shape(const GemmArgs& p, int rows, const SplitK& k, const Queue& queu
   start(queue, kernel, std::min(down * across, sm_count()), kThreads, S::kShared, p, rows, down, across, k);
   launched("gemm_mma_prefill");
 }
-template <int kTiles, bool kWhole, int kStages>
-constexpr Choice choice(int nanoseconds) {
-  using S = Shape<kTiles, kWhole, kStages>;
-  return {kWhole, S::kRows, S::kShared, nanoseconds, start_shape<S>};
+template <int... kNumbers>
+constexpr std::array<Start, kMmaPrefillShapes> starts_of(std::integer_sequence<int, kNumbers...>) {
+  return {start_shape<
+      Shape<kMmaPrefill[kNumbers].rows / (kDown * 8), kMmaPrefill[kNumbers].whole, kMmaPrefill[kNumbers].stages>>...};
 }
-// Of shapes with equal tiles the first that fits is best. More stages were not faster.
-constexpr Choice kChoices[] = {choice<8, true, 3>(1110), choice<8, true, 2>(1120), choice<6, false, 3>(965),
-                               choice<6, false, 2>(970), choice<4, false, 3>(632), choice<2, false, 4>(495)};
-constexpr int kEndOfRow = 70;  // nanoseconds of the epilogue for a tile's row, where it writes float32
+constexpr auto kStarts = starts_of(std::make_integer_sequence<int, kMmaPrefillShapes>());
+static_assert(MmaPrefillShape::kColumns == kColumns);
 
 }  // namespace
 
 void gemm_mma_prefill(const GemmArgs& p, int rows, const Queue& queue, int wanted) {
-  const SplitK k(p.w.k, p.w.max_split_k);
-  const int shared = max_shared(), sms = sm_count();
-  const Choice* best = nullptr;
-  int64_t least = INT64_MAX;
-  for (const Choice& choice : kChoices) {
-    if (choice.shared > shared || (choice.whole && k.count > 1)) continue;
-    if (wanted >= 0 && &choice != kChoices + wanted) continue;
-    const int tiles = ceil_div(rows, choice.rows) * ceil_div(p.w.n, kColumns);
-    const int64_t cost =
-        ceil_div(tiles, sms) * ((int64_t)k.blocks * choice.nanoseconds + (p.gated ? 0 : kEndOfRow * choice.rows));
-    if (cost < least) best = &choice, least = cost;
-  }
-  if (best) best->start(p, rows, k, queue);
+  const MmaPrefillPlan plan(queue.costs ? *queue.costs : ChipCosts(), max_shared(), sm_count(), p.w, rows, p.gated,
+                            wanted);
+  if (plan.shape >= 0) kStarts[plan.shape](p, rows, SplitK(p.w.k, p.w.max_split_k), queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -239,6 +239,8 @@ void gemm_widened(const GemmArgs& p, int rows, const Queue& queue) {
 
 }  // namespace
 
+void widen_quantized(const Matrix& w, uint16_t* to, const Queue& queue) { widen(w, 0, blocks_of(w.n), to, queue); }
+
 size_t widened_bytes(int n, int k, bool gated, int rows) {
   return rows > kLeastWidened ? tiles_bytes(part_rows(n, k, gated), k) : 0;
 }

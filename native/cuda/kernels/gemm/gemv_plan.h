@@ -11,7 +11,7 @@ namespace as::cuda {
 constexpr int kFewByteRows = 2;       // 8-bit rows of small_m: loading more costs more than clusters save
 constexpr int kMaxStreamedRows = 64;  // 8-bit rows of stream_k: more are computed by prefill
 constexpr int kMaxFused = 256;        // 16-bit rows: for more, quantized weights are widened to 16 bits once
-constexpr int kLeastWidened = 128;    // the same on chips with HBM but without wgmma
+constexpr int kLeastWidened = 128;    // fewer are not widened on any chip
 
 // The plan of clusters with 64 columns each, one CTA for each split-K part (gemm/gemv.cu).
 struct GemvPlan {
