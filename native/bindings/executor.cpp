@@ -382,7 +382,7 @@ void bind_executor(py::module_& m) {
           "fused: fuse ops (the bits are equal). draft: a draft model's executor, made by beside() and allocated with "
           "the\n"
           "same spans. masks: how many plans may name. adapters, adapter_rank, adapter_dtype: limits of adapters.\n"
-           "queued: begin() queues steps, as on GPUs, for tests.")
+          "queued: begin() queues steps, as on GPUs, for tests.")
       .def(
           "multiply",
           [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,

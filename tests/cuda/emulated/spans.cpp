@@ -72,7 +72,8 @@ void copy_spans(const SpanPart* parts, int layers, size_t, const SpanPair* pairs
                       for (int i = 0; i < count * layers; i++) {
                         const SpanPart& part = parts[i % layers];
                         const SpanPair& pair = pairs[i / layers];
-                        char *cache = part.cache + part.bytes * pair.span, *host = part.host + part.host_stride * pair.host;
+                        char *cache = part.cache + part.bytes * pair.span,
+                             *host = part.host + part.host_stride * pair.host;
                         std::memcpy(saves ? host : cache, saves ? cache : host, part.bytes);
                       }
                     },
@@ -143,14 +144,15 @@ class Rig {
   void each_word(int span, uint32_t content, F f) {
     for (const LayerCache& layer : layers_) {
       std::minstd_rand words(content);
-      for (size_t at = 0; at < layer.span_bytes(); at += 4) f(layer.data + layer.span_bytes() * span + at, (uint32_t)words());
+      for (size_t at = 0; at < layer.span_bytes(); at += 4)
+        f(layer.data + layer.span_bytes() * span + at, (uint32_t)words());
     }
   }
   void compute(int span) {
     const uint32_t content = ++contents_;
     cached_[span] = content;
-    stream.push_back({[=] { each_word(span, content, [](char* at, uint32_t word) { std::memcpy(at, &word, 4); }); },
-                      nullptr});
+    stream.push_back(
+        {[=] { each_word(span, content, [](char* at, uint32_t word) { std::memcpy(at, &word, 4); }); }, nullptr});
   }
   void finish() {
     for (; under_way_; under_way_--) store_->finish();
