@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
@@ -45,8 +45,8 @@ class Device:
     isa: the name of its kernels, for users. half: the type that float16 checkpoints are computed in. step_tokens:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
-    full length needs it. latent_caches: the types of a cache for latent attention. indexers: it has that op.
-    host_memory: it computes in host memory, of which a host cache takes a part.
+    full length needs it. latent_caches: the types of a cache for latent attention. missing_ops: ops that it
+    lacks, in words for users. host_memory: it computes in host memory, of which a host cache takes a part.
     """
 
     isa: str
@@ -57,7 +57,7 @@ class Device:
     most_rows = 2**31 - 1
     cache_share, largest_cache_share = 0.6, 0.9
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
-    indexers = True
+    missing_ops: ClassVar[dict[str, str]] = {}
     host_memory = True
     _library: Any  # the native library for the device
 
@@ -246,7 +246,7 @@ class Gpu(Device):
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
-    indexers = False
+    missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions", "ssd": "state spaces"}
     cache_share = largest_cache_share = 0.95
     host_memory = False
 

@@ -120,10 +120,11 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
                                 f"{' or '.join(device.latent_caches)}")
-        if not device.indexers and any(op.type == "indexer" for op in self.graph.ops):
+        missing = next((device.missing_ops[op.type] for op in self.graph.ops if op.type in device.missing_ops), None)
+        if missing:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"{self.graph.config.architecture} is not available on GPUs: its attention selects "
-                                "positions by an indexer, which only CPUs have")
+                                f"{self.graph.config.architecture} is not available on GPUs: its layers have "
+                                f"{missing}, which only CPUs compute")
 
     def _tell_of_cut_blocks(self, device: Device) -> None:
         """Logs which matrices of a quantized checkpoint would stay quantized if ranks' slices began elsewhere."""

@@ -69,9 +69,6 @@ void bind_chips(py::module_& m) {
       "What kernels cost on an H100, in nanoseconds (kernels/common/chip.h). Other chips have these until they are "
       "measured.");
   m.def(
-      "prefill_extra", [](const py::dict& costs) { return prefill_extra(costs_of(costs)); }, py::arg("costs"),
-      "What a layer of a step without a graph takes longer, in times that an attention tile takes for 64 positions.");
-  m.def(
       "mma_rate",
       [](const py::dict& costs, int shared_bytes, int sms) { return mma_rate(costs_of(costs), shared_bytes, sms); },
       py::arg("costs"), py::arg("shared_bytes"), py::arg("sms"),

@@ -248,15 +248,6 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool
   return choice;
 }
 
-// Fitted on an H100, whose figures are the defaults. There, other launches take the time of 8 tiles in a layer.
-double prefill_extra(const ChipCosts& costs) {
-  constexpr ChipCosts kH100;
-  constexpr double kMeasured = 8, kLeast = 2, kMost = 32;
-  const double launches = (costs.launch - costs.graph_node) / (kH100.launch - kH100.graph_node),
-               tile = costs.mma_prefill[0] / kH100.mma_prefill[0];
-  return std::clamp(kMeasured * launches / tile, kLeast, kMost);
-}
-
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim) {
   const bool has_mma = type == CacheType::dtype16 && latent_dim == kLatentDim && rope_dim == kLatentRope &&
                        latent_fits(chip.shared_bytes, 1);

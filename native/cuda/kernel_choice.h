@@ -49,9 +49,6 @@ bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down);
 // biased: with ALiBi slopes or sinks.
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, bool biased);
 
-// What a layer of a step without a graph takes longer, in times that an attention tile takes for 64 positions.
-double prefill_extra(const ChipCosts& costs);
-
 // mma for rows of kLatentDim + kLatentRope features of 16 bits, otherwise simt.
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim);
 

@@ -104,9 +104,8 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   if (keeps && !takes) allocate_hidden();
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size,
-               TileLimits{group, kv_heads, device.sm_count(), max_kv_splits_, prefill_extra(device.costs()),
-                          limits.short_chunks},
-               program.windows(), limits.num_spans, !state_pages.empty(), keeps, takes);
+               TileLimits{group, kv_heads, device.sm_count(), max_kv_splits_, limits.short_chunks}, program.windows(),
+               limits.num_spans, !state_pages.empty(), keeps, takes);
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
 }

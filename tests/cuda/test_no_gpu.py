@@ -308,9 +308,6 @@ def test_choices_follow_what_kernels_cost():
     # Hopper's kernels do not follow them.
     assert cuda.gemm_kernels(cuda.Chip(costs={**costs, "mma_prefill": faster}), *int4) == cuda.gemm_kernels(
         cuda.Chip(), *int4)
-    assert cuda.prefill_extra({}) == cuda.prefill_extra(costs) == 8
-    assert cuda.prefill_extra({**costs, "launch": costs["graph_node"]}) == 2  # bounded
-    assert cuda.prefill_extra({**costs, "launch": 1e6}) == 32
     assert cuda.mma_rate(costs, 163 << 10, 132) == pytest.approx(132 * 2 * 256 * 128 * 64 / 1110e-9)
     for wrong, told in ({"read": 1}, "graph_node must be 1 number"), ({**costs, "read": -1}, "read must be 1 number"), (
             {**costs, "mma": [1, 2]}, "mma must be 3 numbers"), ({**costs, "new": 1}, "unknown name"):
@@ -350,3 +347,9 @@ def test_which_kernels_serve_experts_and_attention():
             for latent in (512, 256)]
     assert [kernels(cuda.latent_kernels(chip, cache, latent, 64, 20)) for chip, cache, latent in rows] == [
         ["mma"] if row[1:] == ("bfloat16", 512) else ["simt"] for row in rows]
+
+
+@pytest.mark.parametrize("op, told", [("indexer", "an indexer that selects positions"), ("ssd", "state spaces")])
+def test_ops_that_only_cpus_have_are_named(op, told):
+    assert device.Gpu.missing_ops[op] == told
+    assert op not in device.Cpus.missing_ops

@@ -25,11 +25,12 @@ from support import draft_heads, eagle_heads, quantized_checkpoints
 from support.adapters import write_adapter
 from support.checkpoints import VOCAB, checkpoint, prompt_of
 from support.invariance import PENALTIES, bits
-from support.units import UNIT
+from support.units import GPUS, UNIT
 
 slow = pytest.mark.slow
 FAMILIES = ["qwen3-next",
-            *(pytest.param(name, marks=slow) for name in ("glm4-moe", "deepseek-v3", "deepseek-v32"))]
+            *(pytest.param(name, marks=slow) for name in ("glm4-moe", "deepseek-v3")),
+            pytest.param("deepseek-v32", marks=[slow, pytest.mark.skipif(bool(GPUS), reason="GPUs have no indexer")])]
 WAYS: list[dict[str, Any]] = [
     {"do_sample": False}, {"temperature": 0.3}, {"temperature": 0.9, "top_k": 8}, {"top_p": 0.6, "temperature": 0.5},
     {"temperature": 0.2, **PENALTIES}, {"do_sample": False, "repetition_penalty": 1.3, "min_length": 90},

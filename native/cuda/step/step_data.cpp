@@ -14,7 +14,8 @@ constexpr int kMostCutRows = 64;  // of an item that several decode tiles comput
 static_assert(kDecodePairs <= kMostCutRows);
 // Estimated times, in those that a tile of either kind takes for a block of 64 positions (0.9 us on an H100).
 constexpr int kBlockTokens = 64;
-constexpr double kDecodeSplit = 2;  // of a decode tile, for a KV split
+constexpr double kDecodeSplit = 2,  // of a decode tile, for a KV split
+    kPrefillExtra = 8;              // a layer's, of a step with prefill tiles, which no graph has
 
 int splits_of(int positions) { return (positions + kKvSplitTokens - 1) / kKvSplitTokens; }
 
@@ -101,7 +102,7 @@ bool StepData::cuts_chunks(const Batch& batch) const {
     decode += tiles * each * (blocks + kDecodeSplit * splits_of(end));
     prefill += wide * each * blocks, longest = std::max(longest, (double)blocks);
   }
-  return kv_splits <= limits_.max_splits && decode <= std::max(prefill, longest) + limits_.prefill_extra;
+  return kv_splits <= limits_.max_splits && decode <= std::max(prefill, longest) + kPrefillExtra;
 }
 
 StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositions* states, const Device& device) {

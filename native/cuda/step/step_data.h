@@ -14,11 +14,9 @@ namespace as::cuda {
 int padded_rows(int rows, int most);
 
 // What decides the attention tiles of a step. group: query heads per KV head. kv_heads: of this rank. sms: of the GPU.
-// max_splits: KV splits of all decode tiles of a step. prefill_extra: what a layer of a step with prefill tiles takes
-// longer, as no graph has it, in times of a tile for a block of 64 positions.
+// max_splits: KV splits of all decode tiles of a step.
 struct TileLimits {
   int group = 1, kv_heads = 1, sms = 1, max_splits = 0;
-  double prefill_extra = 8;
   ShortChunks short_chunks = ShortChunks::fastest;
 };
 
