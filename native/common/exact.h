@@ -2,6 +2,8 @@
 // They use basic operations only, in a fixed order; the build forbids contraction. The error is a few units in the last
 // place, enough for results that are rounded to float or compared. Tests: tests/native/test_exact.py.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -62,6 +64,9 @@ AS_BOTH inline double log(double x) {
 
 // base^exponent for base > 0. Relative error: about 2^-52 |exponent log base|.
 inline double pow(double base, double exponent) { return exp(exponent * log(base)); }
+
+// log(1 + e^x).
+inline double softplus(double x) { return std::max(x, 0.0) + log(1 + exp(-std::fabs(x))); }
 
 struct Angle {
   double cosine, sine;

@@ -37,6 +37,9 @@ struct AttentionTile {
 };
 constexpr int kBlockTokens = 128;  // context per partial result of attention, for any span size
 
+// Blocks of a context of that length.
+inline int context_blocks(int length) { return (length + kBlockTokens - 1) / kBlockTokens; }
+
 // Bytes of a tile's converted queries: 16 bits a value, and two floats a row.
 inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
 

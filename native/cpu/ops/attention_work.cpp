@@ -11,14 +11,13 @@ namespace {
 
 size_t partial_floats_of(const SpanLayout& layout) { return (size_t)kTileRows * (2 + layout.padded_dim); }
 
-int blocks_of(int length) { return (length + kBlockTokens - 1) / kBlockTokens; }
 int runs_of(int blocks) { return (blocks + kRunBlocks - 1) / kRunBlocks; }
 int runs_of(int begin, int end) { return runs_of(end) - begin / kRunBlocks; }
 
 // Where one thread's part ends and the next one's begins, at most one tile and one of its runs are shared. This memory
 // also suffices for the parts of the longest context.
 size_t partials_of(int threads, int max_length) {
-  return (size_t)(threads - 1) * (runs_of(blocks_of(max_length)) + kRunBlocks - 1);
+  return (size_t)(threads - 1) * (runs_of(context_blocks(max_length)) + kRunBlocks - 1);
 }
 
 }  // namespace
@@ -70,13 +69,13 @@ void AttentionWork::make_tiles(const Batch& batch) {
         for (int i = 0; i < whole; i += step) {
           const int positions = std::min(step, whole - i), context = item.start + i + positions;
           tiles.push_back({item.slot, item.row + i, item.start + i, positions, kv, h, h + heads,
-                           shape.first_seen(item.start + i) / kBlockTokens, blocks_of(context)});
+                           shape.first_seen(item.start + i) / kBlockTokens, context_blocks(context)});
         }
       }
       for (int i = whole; i < item.count; i++)
         for (int h = head0; h < head1; h += kTileRows)
           tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0,
-                           blocks_of(shape.selected), shape.selected});
+                           context_blocks(shape.selected), shape.selected});
     }
   }
 }

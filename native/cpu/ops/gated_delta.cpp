@@ -96,8 +96,7 @@ class GatedDelta : public DeferredState {
   void add_decays(const float* gates, int head, const double* before, double* total) const {
     for (int c = 0; c < decays_; c++) {
       const double a = (double)gates[head * decays_ + c] + dt_bias_[head * decays_ + c];
-      const double softplus = std::max(a, 0.0) + exact::log(1 + exact::exp(-std::fabs(a)));
-      total[c] = (before ? before[c] : 0.0) + rates_[head] * softplus;
+      total[c] = (before ? before[c] : 0.0) + rates_[head] * exact::softplus(a);
     }
   }
 

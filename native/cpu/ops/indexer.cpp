@@ -17,7 +17,6 @@ namespace {
 
 constexpr int kUnitBlocks = 4;  // blocks of context that a thread takes at a time when threads divide positions
 
-int blocks_of(int length) { return (length + kBlockTokens - 1) / kBlockTokens; }
 int head_tiles(int heads) { return (heads + kTileRows - 1) / kTileRows; }
 size_t row_query_bytes(int heads, int dim) {
   SpanLayout layout;
@@ -35,7 +34,7 @@ uint32_t ordered(float x) {
 // Adjacent rows of one sequence: row `row + i` is at `position + i` and has scores number `scores + i`.
 struct RowGroup {
   int slot, row, position, count, scores;
-  int blocks() const { return blocks_of(position + count); }
+  int blocks() const { return context_blocks(position + count); }
 };
 // Blocks [begin, end) of a group's context.
 struct Unit {
@@ -52,7 +51,7 @@ class Indexer : public BoundOp {
         weights_(b.parts[0].in(1)),
         keys_(b.parts[0].in(2)),
         out_(b.parts[0].out()),
-        stride_((size_t)blocks_of(b.limits.max_length) * kBlockTokens),
+        stride_((size_t)context_blocks(b.limits.max_length) * kBlockTokens),
         scratch_(b.scratch.indexed) {}
 
   void begin(const Batch& batch) override {
@@ -178,7 +177,7 @@ class Indexer : public BoundOp {
 }  // namespace
 
 size_t indexer_bytes(int threads, int max_length, int heads, int dim) {
-  const size_t row = (size_t)blocks_of(max_length) * kBlockTokens * sizeof(float);
+  const size_t row = (size_t)context_blocks(max_length) * kBlockTokens * sizeof(float);
   return threads * ((kIndexRows + 1) * row + kIndexRows * row_query_bytes(heads, dim));
 }
 

@@ -1,8 +1,6 @@
 // ssd: Mamba2's selective state space (docs/decisions/recurrent.md). B is the key, C the query, and a delta is dt x, so
 // the rows of a chunk do not depend on one another. Heads of a group of B and C are computed in units of at most 8, so
 // that models with one group keep all threads at work; each unit has a copy of B in its ring.
-#include <cmath>
-
 #include "cpu/ops/deferred_state.h"
 
 namespace as {
@@ -93,8 +91,7 @@ class Ssd : public DeferredState {
 
   // log(1 + exp(dt + dt_bias)), within its limits
   double step(float dt, int head) const {
-    const double a = (double)dt + dt_bias_[head];
-    return std::clamp(std::max(a, 0.0) + exact::log(1 + exact::exp(-std::fabs(a))), least_, most_);
+    return std::clamp(exact::softplus((double)dt + dt_bias_[head]), least_, most_);
   }
 
   const Tensor x_, steps_, y_;
