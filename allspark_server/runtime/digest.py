@@ -229,6 +229,15 @@ def _variant(weights: str, group: int, empty: Callable = _on_cpu, long: bool = F
     return e
 
 
+def _finished(e: Any, x: int, last: int, logits: int, embedding: int, cache: str = "float32") -> Any:
+    """The executor, with the end of its model: logits of the rows with outputs, and their samples."""
+    e.add_op("select_rows", [x], [last], [], {})
+    e.add_op("linear", [last], [logits], [embedding], {})
+    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
+    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, cache)
+    return e
+
+
 def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu,
             row: tuple[int, int] = (HEAD_DIM // 2, 3 * HEAD_DIM), selected: int = 0) -> Any:
     """An executor with a layer of latent attention, and experts in groups that count as much as their best one. row:
@@ -281,11 +290,7 @@ def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu,
     e.add_op("expert_linear", [x], [out], [matrix(experts * HIDDEN, HIDDEN, experts)], {"experts": experts})
     e.add_op("combine_experts", [out, scores], [y], [], {})
     e.add_op("add", [x, y], [x], [], {})
-    e.add_op("select_rows", [x], [last], [], {})
-    e.add_op("linear", [last], [logits], [embedding], {})
-    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
-    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, cache)
-    return e
+    return _finished(e, x, last, logits, embedding, cache)
 
 
 def _recurrent(weights: str, group: int, empty: Callable = _on_cpu, kinds: tuple[int, ...] = (0, 1)) -> Any:
@@ -318,11 +323,7 @@ def _recurrent(weights: str, group: int, empty: Callable = _on_cpu, kinds: tuple
         e.add_op("multiply", [out, gate], [], [], {})
         e.add_op("linear", [out], [y], [matrix(HIDDEN, width)], {})
         e.add_op("add", [x, y], [x], [], {})
-    e.add_op("select_rows", [x], [last], [], {})
-    e.add_op("linear", [last], [logits], [embedding], {})
-    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
-    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, "float32")
-    return e
+    return _finished(e, x, last, logits, embedding)
 
 
 def _state_space(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
@@ -356,11 +357,7 @@ def _state_space(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
              {"eps": 1e-4, "q_width": INNER, "q_columns": INNER})
     e.add_op("linear", [inner], [y], [matrix(HIDDEN, INNER)], {})
     e.add_op("add", [x, y], [x], [], {})
-    e.add_op("select_rows", [x], [last], [], {})
-    e.add_op("linear", [last], [logits], [embedding], {})
-    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
-    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, "float32")
-    return e
+    return _finished(e, x, last, logits, embedding)
 
 
 def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int = 1, probes: int = 0) -> str:
