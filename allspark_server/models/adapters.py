@@ -55,17 +55,17 @@ class Target:
         return part.first if self.of_experts is None else 0
 
 
-def with_adapters(graph: Graph, experts: bool = True) -> tuple[Graph, list[Target]]:
+def with_adapters(graph: Graph) -> tuple[Graph, list[Target]]:
     """The same network with an op for adapters after each linear layer that is a module of the checkpoint; returns it
     and the targets of these ops. An embedding that is also the head, and matrices whose parts are not blocks of their
-    output (layers that the checkpoint stores interleaved) are not targets, and experts only if `experts`.
+    output (layers that the checkpoint stores interleaved) are not targets.
     """
     other, targets = copy.copy(graph), list[Target]()
     other.ops = []
     embeddings = {op.weights[0] for op in graph.ops if op.type == "embedding"}
     for op in graph.ops:
         other.append(op)
-        if op.type == "expert_linear" and experts:
+        if op.type == "expert_linear":
             y, x = graph.tensors[op.outputs[0]], graph.tensors[op.inputs[0]]
             for block, found in enumerate(_of_experts(graph, op)):
                 other.expert_lora(y, x, len(targets), len(found), block)

@@ -1,8 +1,8 @@
 """What kernels cost on a GPU, in nanoseconds. They are measured when a process first uses such a GPU, and kept in a
 file.
 
-The choice among kernels follows them, and among attention tiles. Kernels of one choice give the same bits, so ranks and
-starts may differ in what they have measured.
+The choice among kernels follows them. Kernels of one choice give the same bits, so ranks and starts may differ in what
+they have measured.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_batches_do_not_change_bits(tmp_path, fields):
 def test_what_is_refused(tmp_path):
     name = "qwen3-moe"
     graph, targets = with_adapters(open_model(str(checkpoints.checkpoint(name)), "").graph)
-    _, dense = with_adapters(graph, experts=False)
+    dense = [target for target in targets if target.of_experts is None]
 
     def no(directory, match, max_rank: int = 16, of=targets, **config):
         adapters.change_config(directory, **config)

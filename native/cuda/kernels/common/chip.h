@@ -10,7 +10,7 @@ constexpr int kMmaPrefillShapes = 6;  // gemm/mma_prefill_plan.h
 struct ChipCosts {
   double read = 2900;        // bytes that the chip reads from its memory in a nanosecond
   double graph_node = 1000;  // of an empty kernel that a graph launches
-  double launch = 1900;      // of an empty kernel that is launched by itself, if the host is ahead
+  double launch = 1900;      // the same, launched by itself while the host is ahead; for doctor alone
   // Of GEMMs by mma.sync, for a block of 64 of K. Tiles of few columns and 64 rows, of 16-bit, 8-bit and 4-bit weights,
   // on a busy SM (gemm_dtype16.cu, gemm_quantized.cu); tiles of gemm_mma_prefill(), and its end for each row.
   double mma[3] = {144, 300, 310};
