@@ -12,7 +12,7 @@ from . import client
 from .client import ClientEngine
 from .config import ASGenerationConfigBuilder, GenerateConfig
 from .engine import check_handle, ids_of_text, request_spec
-from .errors import AsStatus, closed_engine
+from .errors import AsStatus, NotLoaded, closed_engine
 from .generation import AsyncGeneration
 from .live_request import LiveRequest
 from .metrics import member_metrics
@@ -67,6 +67,9 @@ class AsyncClientEngine:
     start_model = _in_thread(ClientEngine.start_model)
     stop_model = _in_thread(ClientEngine.stop_model)
     release_model = _in_thread(ClientEngine.release_model)
+    load_model = _in_thread(ClientEngine.load_model)
+    load_for_requests = _in_thread(ClientEngine.load_for_requests)
+    unload_model = _in_thread(ClientEngine.unload_model)
     members = _in_thread(ClientEngine.members)
     _metrics = _in_thread(member_metrics)
     list_models = _in_thread(ClientEngine.list_models)
@@ -129,7 +132,7 @@ class AsyncClientEngine:
             return False
         try:
             await session.wait_answer_async(request)
-        except Unavailable:
+        except (Unavailable, NotLoaded):
             return False
         return True
 

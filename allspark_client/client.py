@@ -4,11 +4,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from . import convert
@@ -17,7 +18,7 @@ from .config import AsModelConfig, check_available
 from .connection import Member, retry_unless
 from .connection_options import environment_token, server_addresses, tls_config
 from .engine import AbstractEngine, check_config, check_handle, check_model_name
-from .errors import AsStatus, illegal_handle, unknown_model
+from .errors import AsStatus, NotLoaded, illegal_handle, unknown_model
 from .live_request import LiveRequest
 from .local_group import SelfStartedGroup
 from .pool import Pool
@@ -146,6 +147,29 @@ class ClientEngine(AbstractEngine):
                 request.stopped = False
             raise
 
+    def load_model(self, model_name: str, on_progress: Callable[[float], None] | None = None) -> AsStatus:
+        """As AbstractEngine.load_model, on every member of a pool, one after the other."""
+        def load(member: Member) -> None:
+            member.load_model(model_name, on_progress)
+
+        for member in self._pool.members:
+            self._pool.retry(load, functools.partial(list, [member]))
+        return _SUCCESS
+
+    def unload_model(self, model_name: str) -> AsStatus:
+        """As AbstractEngine.unload_model, on every member of a pool."""
+        return self._pool.call_all("UnloadModel", _model_request(model_name))
+
+    def load_for_requests(self, model_name: str, on_progress: Callable[[float], None] | None = None) -> None:
+        """As load_model, but does nothing on a pool of which a member has loaded the model, and else loads it on the
+        member with the least work.
+        """
+        spec = RequestSpec(model=model_name)
+        states = {member: next((s for s in member.models() if s.name == model_name), None)
+                  for member in self._pool.members if member.connected}
+        if not any(state is not None and state.running for state in states.values()):
+            self._pool.retry(lambda m: m.load_model(model_name, on_progress), lambda: self._pool.by_load(spec))
+
     def list_models(self) -> list[ModelState]:
         """As AbstractEngine.list_models; on a pool, the connected members' models, one member after the other."""
         if len(self._pool.members) == 1:
@@ -185,11 +209,23 @@ class ClientEngine(AbstractEngine):
             session = member.session()
             if not request.dropped:     # meanwhile
                 self._pool.note_choice(request.spec, member)
-                session.start(request)
+                self._start_loaded(request, member, session)
 
         self._pool.retry(start, lambda: self._pool.by_load(request.spec))
         if request.dropped:     # while it was being sent
             self._drop(request)
+
+    @staticmethod
+    def _start_loaded(request: LiveRequest, member: Member, session: Session) -> None:
+        """Start a request on a server, which loads its model before if that is needed."""
+        while True:
+            try:
+                session.start(request)
+                return
+            except NotLoaded as error:
+                member.load_model(error.model)
+                if request.dropped:     # meanwhile
+                    return
 
     def _send_at_once(self, request: LiveRequest) -> Session | None:
         """Send a request to the server that `_submit` would try first, if that needs no waiting.
@@ -199,7 +235,7 @@ class ClientEngine(AbstractEngine):
         if not self._pool.knows_loads():
             return None
         member = self._pool.by_load(request.spec)[0]
-        session = member.live_session
+        session = member.live_session if self._pool.takes_at_once(request.spec, member) else None
         if session is not None:
             try:
                 self._pool.note_choice(request.spec, member)

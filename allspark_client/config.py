@@ -116,6 +116,12 @@ class AsModelConfig(Checked):
     max_queue: int = int_field(10_000, 0, INT32_MAX)
     #: most bytes that waiting requests take; 0: chosen
     max_queue_memory: int = int_field(0, 0, INT64_MAX)
+    #: the model is loaded when a request names it, and unloaded when others need its memory
+    on_demand: bool = bool_field(False)
+    #: with on_demand: seconds without requests after which the model is unloaded; 0: only when others need its memory
+    idle_timeout: float = float_field(0.0, 0.0)
+    #: further names by which HTTP clients may call the model
+    aliases: list[str] = custom_field(check_strings, factory=list)
     speculation: str = choice_field("off", ("off", "prompt_lookup", "draft", "mtp", "eagle"))
     #: the checkpoint of the draft model, with speculation="draft"; of the EAGLE-3 head, with "eagle"
     draft_model: str = path_field("")
@@ -156,6 +162,8 @@ class AsModelConfig(Checked):
         if self.host_cache_memory and not self.enable_prefix_cache:
             raise ValueError(f"host_cache_memory={self.host_cache_memory} is the prefix cache's, which is off: set "
                              "enable_prefix_cache")
+        if self.idle_timeout and not self.on_demand:
+            raise ValueError(f"idle_timeout={self.idle_timeout:g} is for models on demand: set on_demand")
         if self.speculation in ("draft", "eagle") and not self.draft_model:
             raise ValueError(f"speculation={self.speculation!r} needs draft_model, a checkpoint directory")
         return self

@@ -138,9 +138,28 @@ class Member:
         except ValueError as error:     # grpc: the channel was closed by another thread
             raise Unavailable(self.address, str(error)) from None
 
+    def load_model(self, name: str, on_progress: Callable[[float], None] | None = None) -> None:
+        """Have the server load a model on demand, and wait. Raises what the engine raised, or Unavailable."""
+        rpc = self._channel.unary_stream(_SERVICE + "LoadModel", pb.ModelRequest.SerializeToString,
+                                         pb.LoadProgress.FromString)
+        try:
+            for progress in rpc(pb.ModelRequest(model=name), metadata=self._metadata):
+                if on_progress is not None:
+                    on_progress(progress.part)
+        except grpc.RpcError as error:
+            raise translate(error, self.address) from None
+        except ValueError as error:     # as in `call`
+            raise Unavailable(self.address, str(error)) from None
+        self._models = 0.0, []
+
     def knows_models(self, max_age: float) -> bool:
         """Whether `models(max_age)` would answer from memory."""
         return time.monotonic() - self._models[0] <= max_age
+
+    @property
+    def known_models(self) -> list[ModelState]:
+        """The last answer of `models`. Does not wait."""
+        return self._models[1]
 
     def models(self, max_age: float = 0.0) -> list[ModelState]:
         """This server's models, as of at most `max_age` seconds ago. Raises Unavailable or AllSparkError."""

@@ -12,7 +12,7 @@ import numpy as np
 from ._proto import allspark_pb2 as pb
 from .chat import ChatOptions, check_messages
 from .config import AsModelConfig, GenerateConfig
-from .errors import AllSparkError, AsStatus, Draining
+from .errors import AllSparkError, AsStatus, Draining, NotLoaded
 from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
@@ -70,7 +70,8 @@ def error_to_pb(error: BaseException) -> pb.Error:
     if len(text) > _MAX_ERROR_TEXT:
         text = text[:_MAX_ERROR_TEXT] + " …"
     return pb.Error(kind=kind, status=status, message=text, retryable=getattr(error, "retryable", False),
-                    elsewhere=isinstance(error, Draining))
+                    elsewhere=isinstance(error, Draining),
+                    not_loaded=error.model if isinstance(error, NotLoaded) else "")
 
 
 def error_from_pb(error: pb.Error) -> Exception:
@@ -81,6 +82,8 @@ def error_from_pb(error: pb.Error) -> Exception:
         return TypeError(error.message)
     if error.elsewhere:
         return Draining(error.message)
+    if error.not_loaded:
+        return NotLoaded(error.not_loaded)
     return as_allspark_error(error)
 
 
@@ -361,9 +364,10 @@ def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
 def models_to_pb(models: Iterable[ModelState]) -> list[pb.ModelState]:
     """States of models as messages."""
     return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load, work=m.work,
-                          adapters=m.adapters) for m in models]
+                          adapters=m.adapters, aliases=m.aliases, on_demand=m.on_demand) for m in models]
 
 
 def models_from_pb(messages: Iterable[pb.ModelState]) -> list[ModelState]:
     """Messages as states of models."""
-    return [ModelState(m.name, m.running, m.fingerprint, m.load, m.work, dict(m.adapters)) for m in messages]
+    return [ModelState(m.name, m.running, m.fingerprint, m.load, m.work, dict(m.adapters), list(m.aliases), m.on_demand)
+            for m in messages]

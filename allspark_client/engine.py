@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -62,6 +63,28 @@ class AbstractEngine(ABC):
     @abstractmethod
     def release_model(self, model_name: str) -> AsStatus:
         """Free an installed model. A running one is stopped first."""
+
+    @abstractmethod
+    def load_model(self, model_name: str, on_progress: Callable[[float], None] | None = None) -> AsStatus:
+        """Load a model that is installed with on_demand, and wait until it is loaded.
+
+        Requests that name the model do so themselves. To make room, models with on_demand that were not used for the
+        longest time are unloaded. Does nothing if the model is loaded.
+
+        Args:
+            model_name: an installed and started model.
+            on_progress: called now and then with the part that is loaded, 0…1.
+
+        Raises:
+            AllSparkError: ALLSPARK_MEMORY_ERROR if there is no room, or what install_model would raise.
+        """
+
+    @abstractmethod
+    def unload_model(self, model_name: str) -> AsStatus:
+        """Unload a model that is installed with on_demand; the next request that names it loads it again.
+
+        Raises AllSparkError: ALLSPARK_INVALID_CALL_ERROR if it has live requests, or is not a model on demand.
+        """
 
     @abstractmethod
     def list_models(self) -> list[ModelState]:

@@ -59,6 +59,19 @@ class Draining(AllSparkError):
         return Draining, (self.message,)
 
 
+class NotLoaded(AllSparkError):
+    """A model that is loaded on demand is not loaded: load_model loads it."""
+
+    def __init__(self, model: str):
+        self.model = model
+        super().__init__(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                         f"model {model!r} is loaded on demand, and is not loaded now; load_model loads it",
+                         retryable=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotLoaded, (self.model,)
+
+
 def not_available(what: str) -> AllSparkError:
     """The error for a feature that the API names but that does not exist yet."""
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{what} is not available yet")

@@ -20,7 +20,7 @@ from .live_request import has_adapter
 from .local_group import SelfStartedGroup
 from .request import RequestSpec
 from .session import OnLost, Unavailable
-from .types import TlsConfig
+from .types import ModelState, TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,18 @@ _FIRST_CONTACT_SECONDS = 5.0
 _TOKENS_PER_REQUEST = 256
 #: how long a server may take to answer a question, s
 _ANSWER_SECONDS = 30.0
+
+
+#: how well a member suits a request
+_RUNS, _LOADS, _UNSUITED, _UNREACHED = range(4)
+
+
+def _rank(state: ModelState | None, spec: RequestSpec) -> int:
+    if state is None:
+        return _UNSUITED
+    if state.running and has_adapter(state, spec):
+        return _RUNS
+    return _LOADS if state.on_demand else _UNSUITED
 
 
 class Pool:
@@ -196,11 +208,15 @@ class Pool:
         return len(self.members) == 1 or all(member.knows_models(LOAD_AGE_SECONDS)
                                              for member in self.members if member.connected)
 
+    def takes_at_once(self, spec: RequestSpec, member: Member) -> bool:
+        """Whether a member has loaded a request's model, as far as this client knows."""
+        return not any(state.name == spec.model and state.on_demand for state in member.known_models)
+
     def by_load(self, spec: RequestSpec) -> list[Member]:
         """Members in the order in which a new request should try them.
 
-        Members that run the model and take new requests come first; among these, the one with the least work left. A
-        prompt's prefix that a member has computed before counts as no work there.
+        Members that run the model and take new requests come first, then those that load it on demand; among these, the
+        one with the least work left. A prompt's prefix that a member has computed before counts as no work there.
         """
         if len(self.members) == 1:
             return self.members
@@ -209,19 +225,18 @@ class Pool:
         for order, member in enumerate(self.members):
             if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
                 member.reconnect_soon()
-                ranked.append((2, 0, order, member))
+                ranked.append((_UNREACHED, 0, order, member))
                 continue
             try:
                 live = member.session().live
                 state = next((m for m in member.models(LOAD_AGE_SECONDS) if m.name == spec.model), None)
             except (Unavailable, AllSparkError) as error:
                 logger.debug("not a candidate: %s", error)
-                ranked.append((2, 0, order, member))
+                ranked.append((_UNREACHED, 0, order, member))
                 continue
             # The member counts this client's requests as well, but its figure may be older than the latest of them.
             load: float = max(live, state.load) if state is not None else live
             work = member.sent_work + (state.work if state is not None else 0)
             load += (work - (saved if member.address == familiar else 0)) / _TOKENS_PER_REQUEST
-            takes = state is not None and state.running and not member.draining and has_adapter(state, spec)
-            ranked.append((0 if takes else 1, load, order, member))
+            ranked.append((_UNSUITED if member.draining else _rank(state, spec), load, order, member))
         return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]

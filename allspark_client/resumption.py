@@ -60,6 +60,10 @@ class Resumption:
                 try:
                     session = member.session()
                     models = {m.name: m for m in member.models(LOAD_AGE_SECONDS)}
+                    for name in {request.spec.model for request in requests}:
+                        if name in models and models[name].on_demand:
+                            member.load_model(name)
+                            models = {m.name: m for m in member.models()}
                 except (Unavailable, AllSparkError) as error:
                     why = str(error)
                     continue

@@ -307,6 +307,8 @@ class ModelState:
     work: int = 0         #: prompt tokens of these requests that are not computed yet, about
     #: names of the loaded LoRA adapters, and a digest of each: equal digests mean equal adapters
     adapters: dict[str, str] = field(default_factory=dict)
+    aliases: list[str] = field(default_factory=list)        #: further names for HTTP clients
+    on_demand: bool = False     #: it is not loaded, and load_model or a request loads it
 
 
 @dataclass

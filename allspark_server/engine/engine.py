@@ -15,12 +15,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
 from allspark_client.environment import check_environment
-from allspark_client.errors import AllSparkError, AsStatus, closed_engine, illegal_handle, unknown_model
+from allspark_client.errors import AllSparkError, AsStatus, NotLoaded, closed_engine, illegal_handle, unknown_model
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
@@ -33,6 +34,7 @@ from .adapters import check_lora
 from .engine_thread import ALIVE_SECONDS, EngineThread
 from .input_stage import Dependency
 from .model_loader import ModelLoader
+from .on_demand import OnDemandModels
 from .output import End, OutputStage
 from .pipeline import Pipeline
 from .queue_limits import estimated_size
@@ -58,7 +60,7 @@ class Engine(AbstractEngine):
         check_environment()
         self._group: Group = Group() if group is None else group
         self._models: dict[str, ServedModel] = {}
-        self._record = ModelRecord(state_file, self._models)
+        self._record = ModelRecord(state_file, self._models, lambda: self._on_demand.entries())
         self._requests: dict[int, tuple[ServedModel, Request]] = {}  # guarded by the thread's lock
         self._handles = itertools.count(1)
         self._forget_at = MAX_ENDED
@@ -67,6 +69,8 @@ class Engine(AbstractEngine):
         self._thread = EngineThread(self._models, self._pipeline, self._shut_down, self._fail_all)
         self._loader = ModelLoader(
             self._thread, self._group, self._waitable_group, self._models, self._output, self._publish)
+        self._on_demand = OnDemandModels(self._thread, self._loader, self._models, self._unload_model,
+                                         self._record.save, lambda: self._group.loaded_part)
         self._thread.thread.start()
         atexit.register(self.close)
 
@@ -91,11 +95,19 @@ class Engine(AbstractEngine):
 
     def installed(self, config: AsModelConfig) -> bool:
         """Whether a model of exactly this config is installed."""
-        model = self._models.get(config.model_name)
+        name = config.model_name
+        if name in self._on_demand:
+            return self._on_demand.config(name) == config
+        model = self._models.get(name)
         return model is not None and model.config == config
 
     def start_model(self, model_name: str) -> AsStatus:
         """See AbstractEngine. A model that has failed is loaded again, since its cache cannot be trusted."""
+        if model_name in self._on_demand:
+            self._on_demand.start(model_name)
+            if model_name not in self._models:
+                self._record.save()
+                return _SUCCESS
         model = self._model(model_name)
         if model.failure is None:
             self._thread.call(lambda: self._start_model(model_name))
@@ -106,12 +118,16 @@ class Engine(AbstractEngine):
             self._record.keep(model)
             self._thread.call(lambda: self._remove_model(model_name))
             self._output.flush()
-            self._install(model.config, True, [adapter.lora_name for adapter in model.adapters])
+            self._load(model.config, True, [adapter.lora_name for adapter in model.adapters])
         return _SUCCESS
 
     def stop_model(self, model_name: str) -> AsStatus:
-        """See AbstractEngine."""
-        self._thread.call(lambda: self._stop_model(model_name))
+        """See AbstractEngine. A model on demand is also unloaded."""
+        if model_name in self._on_demand:
+            self._on_demand.stop(model_name)
+            self._thread.call(lambda: self._unload_if_loaded(model_name))
+        else:
+            self._thread.call(lambda: self._stop_model(model_name))
         self._output.flush()
         self._record.save()
         return _SUCCESS
@@ -123,9 +139,41 @@ class Engine(AbstractEngine):
         self._record.save()
         return _SUCCESS
 
+    def load_model(self, model_name: str, on_progress: Callable[[float], None] | None = None) -> AsStatus:
+        """See AbstractEngine."""
+        future = self.load_later(model_name)
+        while not wait([future], ALIVE_SECONDS).done:
+            self._thread.check_open()
+            if on_progress is not None:
+                on_progress(self.loaded_part(model_name))
+        future.result()
+        return _SUCCESS
+
+    def load_later(self, model_name: str) -> Future[None]:
+        """As load_model, without waiting: the future ends when load_model would."""
+        if model_name in self._on_demand:
+            return self._on_demand.load(model_name)
+        self._model(model_name)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def loaded_part(self, model_name: str) -> float:
+        """How much of a model on demand is loaded, 0…1."""
+        return self._on_demand.part(model_name)
+
+    def unload_model(self, model_name: str) -> AsStatus:
+        """See AbstractEngine."""
+        if model_name not in self._on_demand:
+            self._model(model_name)
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                                f"model {model_name!r} is not installed with on_demand; release_model frees it")
+        self._on_demand.unload(model_name)
+        return _SUCCESS
+
     def list_models(self) -> list[ModelState]:
         """See AbstractEngine."""
-        return [model.state() for model in self.served_models()]
+        return [model.state() for model in self.served_models()] + self._on_demand.states()
 
     def served_models(self) -> list[ServedModel]:
         """All installed models."""
@@ -153,7 +201,19 @@ class Engine(AbstractEngine):
         self._record.restore(configured, again, check, self._install)
         return list(self._models)
 
-    def _install(self, config: AsModelConfig, start: bool = False, adapters: list[str] | None = None) -> None:
+    def _install(self, config: AsModelConfig, start: bool = False, adapters: list[str] | None = None,
+                 load: bool = False) -> None:
+        """Installs a model. `load`: one on demand is loaded at once."""
+        if not config.on_demand:
+            self._load(config, start, adapters)
+            return
+        self._on_demand.add(config, start, adapters)
+        self._record.installed(config.model_name)
+        self._record.save()
+        if load:
+            self.load_model(config.model_name)
+
+    def _load(self, config: AsModelConfig, start: bool, adapters: list[str] | None) -> None:
         self._loader.load(config, start, adapters)
         self._record.save()
 
@@ -164,6 +224,12 @@ class Engine(AbstractEngine):
 
         Raises ValueError, TypeError or AllSparkError if the request is refused.
         """
+        if spec.model in self._on_demand:
+            with self._on_demand.using(spec.model):
+                return self._submit(spec, sink, dependency)
+        return self._submit(spec, sink, dependency)
+
+    def _submit(self, spec: RequestSpec, sink: Sink, dependency: Dependency | None) -> int:
         model = self._model(spec.model)
         if model.failure is not None or not model.running:
             raise model.not_running()
@@ -222,7 +288,12 @@ class Engine(AbstractEngine):
 
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
         results = ResultQueue()
-        handle = self.submit(spec, QueueSink(results))
+        while True:
+            try:
+                handle = self.submit(spec, QueueSink(results))
+                break
+            except NotLoaded:
+                self.load_model(spec.model)
         results.opened = spec.opened
         return _SUCCESS, handle, results
 
@@ -348,6 +419,7 @@ class Engine(AbstractEngine):
         """See AbstractEngine."""
         if self._thread.forked:  # the thread belongs to the parent
             return
+        self._on_demand.close()
         self._thread.close()
         atexit.unregister(self.close)
 
@@ -360,9 +432,11 @@ class Engine(AbstractEngine):
             self._thread.check_open()
         if (model := self._models.get(name)) is not None:
             return model
+        if name in self._on_demand:
+            raise NotLoaded(name)
         if (loading := self._loader.loading) is not None and loading.model_name == name:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {name!r} is still being loaded")
-        raise unknown_model(name, list(self._models))
+        raise unknown_model(name, [state.name for state in self.list_models()])
 
     def _request(self, handle: int, name: str | None = None) -> tuple[ServedModel, Request]:
         if name is not None:
@@ -423,10 +497,26 @@ class Engine(AbstractEngine):
         self._record.configured.discard(name)
         if name not in self._models and self._record.installed(name):
             return
+        on_demand = name in self._on_demand
+        if on_demand:
+            self._on_demand.remove(name)
         loading = self._loader.loading
         if loading is not None and loading.model_name == name:
             self._loader.give_up(loading)
             return
+        if on_demand and name not in self._models:
+            return
+        self._unload_model(name)
+
+    def _unload_if_loaded(self, name: str) -> None:
+        loading = self._loader.loading
+        if loading is not None and loading.model_name == name:
+            self._loader.give_up(loading)
+        if name in self._models:
+            self._unload_model(name)
+
+    def _unload_model(self, name: str) -> None:
+        """Frees a model on demand, which stays in the list."""
         model = self._remove_model(name)
         with self._thread.lock:
             self._requests = {h: entry for h, entry in self._requests.items() if entry[0] is not model}

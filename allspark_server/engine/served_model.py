@@ -59,6 +59,7 @@ class ServedModel:
         self.failure: str | None = None
         self.lost = False
         self.live: set[Request] = set()
+        self.last_used = time.monotonic()   # when a request last began or ended
         self.throughput = Throughput()
         self.timings = Timings()
         self.budget = TokenBudget(
@@ -112,7 +113,8 @@ class ServedModel:
         """What a client needs to choose among the members of a pool. Any thread."""
         load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
         return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
-                          self.scheduler.pending_tokens, {a.name: a.digest for a in self.adapters})
+                          self.scheduler.pending_tokens, {a.name: a.digest for a in self.adapters},
+                          list(self.config.aliases))
 
     @property
     def has_work(self) -> bool:
@@ -153,6 +155,7 @@ class ServedModel:
             self.end(request, GenerateRequestStatus.InternalError, error)
             return
         self.live.add(request)
+        self.last_used = time.monotonic()
         self._deadlines.add(request)
         for sequence in request.sequences:
             complete = sequence.tokens[sequence.prompt_len :] and sequence.stop.check(
@@ -223,6 +226,7 @@ class ServedModel:
         for sequence in request.sequences:
             self.scheduler.cancel(sequence)
         self.live.discard(request)
+        self.last_used = time.monotonic()
         if request.done.is_set():  # the output stage has ended it
             request.sequences = []
         else:
@@ -351,4 +355,5 @@ class ServedModel:
             return None
         request.ended = True
         self.live.discard(request)
+        self.last_used = time.monotonic()
         return End(request, GenerateRequestStatus.GenerateFinished, complete=reason)

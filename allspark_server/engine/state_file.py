@@ -114,17 +114,22 @@ class ModelRecord:
     restored, and why.
     """
 
-    def __init__(self, path: str | None, models: Mapping[str, ServedModel]):
+    def __init__(self, path: str | None, models: Mapping[str, ServedModel],
+                 unloaded: Callable[[], list[tuple[AsModelConfig, bool, list[str]]]]):
+        """`unloaded()`: the config, whether it is started, and the adapters of each model that is loaded on demand and
+        is not loaded.
+        """
         self.configured: set[str] = set()
         self.unrestored: dict[str, str] = {}
         self._file = StateFile(path)
-        self._models = models
+        self._models, self._unloaded = models, unloaded
         self._pending: dict[str, dict[str, Any]] = {}  # entries of the file whose models are not installed yet
 
     def save(self) -> None:
         """Writes the file."""
         self._file.write(lambda: [
             *(self._entry(model, model.running) for model in list(self._models.values())),
+            *(self._entry_of(*entry, loaded=False) for entry in self._unloaded()),
             *self._pending.values(),
         ])
 
@@ -139,9 +144,11 @@ class ModelRecord:
 
     def restore(
         self, configured: Collection[AsModelConfig], again: bool, check: Callable[[AsModelConfig], None],
-        load: Callable[[AsModelConfig, bool, list[str] | None], None],
+        install: Callable[[AsModelConfig, bool, list[str] | None, bool], None],
     ) -> None:
-        """See Engine.restore. `load(config, start, adapters)` installs a model."""
+        """See Engine.restore. `install(config, start, adapters, load)` installs a model; `load`: one on demand is
+        loaded, too, since a lost group had it.
+        """
         entries = self._file.to_restore(configured, again)
         self.configured = {name for name, entry in entries.items() if entry.get("configured")}
         self._pending = dict(entries)  # kept until they are installed, so that a second crash loses none
@@ -153,7 +160,7 @@ class ModelRecord:
                 if name not in self.configured:
                     check(config)
                 logger.info("loading %s", name)
-                load(config, bool(entry.get("started")), entry.get("adapters"))
+                install(config, bool(entry.get("started")), entry.get("adapters"), again and bool(entry.get("loaded")))
             except (AllSparkError, ValueError, TypeError) as error:
                 if name in self.configured and not again:
                     raise _configuration_error(name, error) from error
@@ -167,5 +174,8 @@ class ModelRecord:
         return self.unrestored | ({"state file": damage} if (damage := self._file.damage) else {})
 
     def _entry(self, model: ServedModel, started: bool) -> dict[str, Any]:
-        return {"config": model.config.to_dict(), "started": started, "configured": model.name in self.configured,
-                "adapters": [adapter.lora_name for adapter in model.adapters]}
+        return self._entry_of(model.config, started, [adapter.lora_name for adapter in model.adapters], loaded=True)
+
+    def _entry_of(self, config: AsModelConfig, started: bool, adapters: list[str], loaded: bool) -> dict[str, Any]:
+        return {"config": config.to_dict(), "started": started, "configured": config.model_name in self.configured,
+                "adapters": adapters, "loaded": loaded}

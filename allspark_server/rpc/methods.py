@@ -45,6 +45,7 @@ BURST, RATE = 8 << 20, 4 << 20
 #: calls of one client that are read, wait for a thread or run in one, at the same time: their messages take memory
 _AT_ONCE = 12
 _MAX_DETOKENIZED = 1 << 20  # ids of one call
+_PROGRESS_SECONDS = 0.25    # between two messages about a load
 EVERY_ROLE = frozenset(Role)
 REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
 ADMIN = frozenset((Role.ADMIN,))
@@ -244,6 +245,7 @@ class UnaryCalls:
             ("StartModel", model, admin, done(lambda r: engine.start_model(r.model))),
             ("StopModel", model, admin, done(lambda r: engine.stop_model(r.model))),
             ("ReleaseModel", model, admin, done(lambda r: engine.release_model(r.model))),
+            ("UnloadModel", model, admin, done(lambda r: engine.unload_model(r.model))),
             ("LoadLora", lora, admin, done(self._load_lora)),
             ("UnloadLora", lora, admin, done(lambda r: engine.unload_lora(r.model, r.lora))),
             ("UnloadDeviceMem", model, admin, done(lambda r: engine.unload_device_mem(r.model))),
@@ -260,8 +262,21 @@ class UnaryCalls:
             ("GetMetrics", pb.MetricsRequest, everyone, lambda _: pb.Metrics(text=metrics())),
             ("Drain", pb.DrainRequest, admin, drained),
         ]
-        return {name: methods.method(name, roles, methods.unary(name, request_type, pool, call))
-                for name, request_type, (roles, pool), call in calls}
+        return {"LoadModel": methods.method("LoadModel", REQUESTS, functools.partial(self._load, methods)),
+                **{name: methods.method(name, roles, methods.unary(name, request_type, pool, call))
+                   for name, request_type, (roles, pool), call in calls}}
+
+    async def _load(self, methods: Methods, context: grpc.aio.ServicerContext[Any, Any], _: Client) -> None:
+        """Loads a model on demand; the progress is sent until it is loaded."""
+        try:
+            request = methods.parse(pb.ModelRequest, await receive(context), context)
+            loaded = asyncio.wrap_future(self._engine.load_later(request.model))
+            while not (await asyncio.wait((asyncio.shield(loaded),), timeout=_PROGRESS_SECONDS))[0]:
+                progress = pb.LoadProgress(part=self._engine.loaded_part(request.model))
+                await context.write(progress.SerializeToString())
+            await loaded
+        except (AllSparkError, ValueError, TypeError) as error:
+            await abort(context, error)
 
     def _install(self, request: pb.InstallModelRequest) -> pb.Done:
         config = with_local_paths(convert.model_config_from_pb(request.config), download=self._roots.everywhere)

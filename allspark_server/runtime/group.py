@@ -69,6 +69,11 @@ class Group:
         threads = max((runner.threads for runner in list(self.models.runners.values())), default=1)
         return DEPTH if threads < self._processors else 1
 
+    @property
+    def loaded_part(self) -> float:
+        """How much of the last load's weights rank 0 has loaded, 0…1."""
+        return self.models.part
+
     def start_load(self, config: AsModelConfig) -> None:
         """Start to load a model on every rank while other models' steps run. One load at a time."""
         self._config, self._phase = config, "load"

@@ -143,6 +143,7 @@ class RankModels:
         self.runners: dict[str, ModelRunner] = {}
         self.info: ModelInfo | None = None      # of the last loaded model
         self.progress: Callable[[str, float, str], None] = lambda name, part, what: None
+        self.part = 0.0     # how much of the last load's weights is loaded, 0…1
         self.step_began = 0.0       # on the monotonic clock; 0.0 between steps; read by the heartbeat
         self._affinity = os.sched_getaffinity(0)
         self._background: threading.Thread | None = None    # the last background thread
@@ -321,7 +322,8 @@ class RankModels:
         def progress(done: int, total: int) -> None:
             if cancelled.is_set():
                 raise LoadCancelled(f"the load of model {name!r} was cancelled")
-            self.progress(name, done / max(total, 1), "loaded")
+            self.part = done / max(total, 1)
+            self.progress(name, self.part, "loaded")
 
         os.sched_setaffinity(0, self._affinity)     # steps have pinned the parent thread to one CPU
         progress(0, 1)

@@ -230,6 +230,7 @@ class FakeGroup:
 
     size = 1
     depth = DEPTH
+    loaded_part = 0.5
 
     def __init__(
         self,
