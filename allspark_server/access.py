@@ -65,12 +65,14 @@ class RateLimit:
 class Client:
     """The client of a call: its role, and the tenant whose shares and limits its requests count for.
 
-    `tenant` is empty if clients differ only by their connections. `limit`: None without a limit.
+    `tenant` is empty if clients differ only by their connections. `limit`: None without a limit. `models`: those that
+    it may use; None: all.
     """
 
     role: Role
     tenant: str = ""
     limit: RateLimit | None = None
+    models: frozenset[str] | None = None
 
     def tenant_of(self, named: str, connection: str) -> str:
         """The tenant of a request that names `named` or "". Raises AllSparkError if the role does not allow it."""
@@ -83,6 +85,16 @@ class Client:
                                 f"{Role.ADMIN.value}; this client's is {self.role.value}")
         return named
 
+    def may_use(self, *names: str) -> bool:
+        """Whether it may use a model with these names."""
+        return self.models is None or not self.models.isdisjoint(names)
+
+    def check_model(self, name: str) -> None:
+        """Raises AllSparkError unless it may use a model."""
+        if not self.may_use(name):
+            raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                                f"this client's token does not allow model {name!r}; allowed: "
+                                f"{', '.join(sorted(self.models or ()))}")
 
     def cache_scope(self, named: str) -> str:
         """The tenant whose requests alone share cached prefixes with one that names `named` or "". Clients that are
@@ -95,20 +107,29 @@ class Client:
 # --- tokens ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Grant:
+    """What a token allows; see Client."""
+
+    role: Role
+    limit: RateLimit | None = None
+    models: frozenset[str] | None = None
+
+
 def read_tokens(path: str | os.PathLike[str]) -> dict[str, Role]:
-    """The tokens of a file, and the role of each; see `read_limits`."""
-    return {token: role for token, (role, _) in read_limits(path).items()}
+    """The tokens of a file, and the role of each; see `read_grants`."""
+    return {token: grant.role for token, grant in read_grants(path).items()}
 
 
-def read_limits(path: str | os.PathLike[str]) -> dict[str, tuple[Role, RateLimit | None]]:
-    """The tokens of a file, and the role and the limits of each.
+def read_grants(path: str | os.PathLike[str]) -> dict[str, Grant]:
+    """The tokens of a file, and what each allows.
 
-    Each line is `ROLE TOKEN` with a role of read, generate, door or admin, perhaps with requests_per_minute=N and
-    tokens_per_minute=N behind it; blank lines and lines that begin with # are skipped. A file with a single token and
-    no role gives it the role admin. Raises ValueError naming file and line.
+    Each line is `ROLE TOKEN` with a role of read, generate, door or admin, perhaps with requests_per_minute=N,
+    tokens_per_minute=N and models=NAME,NAME,… behind it; blank lines and lines that begin with # are skipped. A file
+    with a single token and no role gives it the role admin. Raises ValueError naming file and line.
     """
     known = ", ".join(role.value for role in Role)
-    tokens: dict[str, tuple[Role, RateLimit | None]] = {}
+    tokens: dict[str, Grant] = {}
     short = []
     entries = [(number, line.split()) for number, line in enumerate(Path(path).read_text().splitlines(), 1)
                if line.strip() and not line.lstrip().startswith("#")]
@@ -122,14 +143,14 @@ def read_limits(path: str | os.PathLike[str]) -> dict[str, tuple[Role, RateLimit
             words = [Role.ADMIN.value, *words]
         if len(words) < 2:
             raise ValueError(f"{where} must be 'ROLE TOKEN', with a role of {known}")
-        name, token, *limits = words
+        name, token, *options = words
         if name not in roles:       # not shown, since it may be a token
             raise ValueError(f"{where} does not begin with a role; known: {known}")
         if not (token.isascii() and token.isprintable()):
             raise ValueError(f"the token in {where} must be of printable ASCII characters")
         if token in tokens:
             raise ValueError(f"{where} has a token that an earlier line has already")
-        tokens[token] = Role(name), _limit_of(limits, where)
+        tokens[token] = _grant(Role(name), options, where)
         if len(token) < SAFE_TOKEN:
             short.append(str(number))
     if short:
@@ -140,19 +161,26 @@ def read_limits(path: str | os.PathLike[str]) -> dict[str, tuple[Role, RateLimit
     return tokens
 
 
-def _limit_of(words: list[str], where: str) -> RateLimit | None:
-    """The limits that stand behind a token."""
+def _grant(role: Role, words: list[str], where: str) -> Grant:
+    """What a token allows, with the words behind it."""
     found: dict[str, int] = {}
+    models: frozenset[str] | None = None
     for word in words:
         name, _, value = word.partition("=")
+        if name == "models" and models is None:
+            models = frozenset(filter(None, value.split(",")))
+            if not models or role not in (Role.READ, Role.GENERATE):
+                raise ValueError(f"models in {where} must name the models that a token of the role read or generate "
+                                 "may use, with commas between them")
+            continue
         unit = name.removesuffix("_per_minute")
         if unit not in ("requests", "tokens") or name == unit or unit in found:     # not shown: it may be a token
-            raise ValueError(f"{where} must be 'ROLE TOKEN', and may go on with requests_per_minute=N and "
-                             "tokens_per_minute=N")
+            raise ValueError(f"{where} must be 'ROLE TOKEN', and may go on with requests_per_minute=N, "
+                             "tokens_per_minute=N and models=NAME,NAME")
         if not (value.isascii() and value.isdigit() and 0 < int(value) < 1 << 53):
             raise ValueError(f"{name} in {where} must be a whole number, at least 1")
         found[unit] = int(value)
-    return RateLimit(**found) if found else None
+    return Grant(role, RateLimit(**found) if found else None, models)
 
 
 def pool_token(path: str | None) -> tuple[str, bool]:
@@ -277,15 +305,15 @@ class Access:
         #: how often the tokens have changed
         self.changes = 0
         self._version, self._next_look = file_version(self.token_file), 0.0
-        given = {token: (role, None) for token, role in self.tokens.items()}
-        self._take(read_limits(self.token_file) if self.token_file is not None else given)
+        given = {token: Grant(role) for token, role in self.tokens.items()}
+        self._take(read_grants(self.token_file) if self.token_file is not None else given)
 
-    def _take(self, tokens: Mapping[str, tuple[Role, RateLimit | None]]) -> None:
+    def _take(self, tokens: Mapping[str, Grant]) -> None:
         if any(not token for token in tokens):
             raise ValueError("an empty token would admit everyone")
-        self.tokens = {token: role for token, (role, _) in tokens.items()}
+        self.tokens = {token: grant.role for token, grant in tokens.items()}
         # Digests have the same length: the time of a comparison reveals nothing about a token.
-        self._digests = [(_digest(f"Bearer {token}".encode()), known) for token, known in tokens.items()]
+        self._digests = [(_digest(f"Bearer {token}".encode()), grant) for token, grant in tokens.items()]
 
     def look(self) -> int:
         """Read the token file again if it has changed, checked once a second; returns `changes`.
@@ -300,7 +328,7 @@ class Access:
         if version != self._version:
             self._version = version
             try:
-                self._take(read_limits(self.token_file))
+                self._take(read_grants(self.token_file))
             except OSError as error:
                 logger.error("the tokens stay as they were: their file cannot be read: %s", error.strerror)
             except ValueError as error:
@@ -347,7 +375,11 @@ class Access:
         for expected, known in self._digests:   # all of them: the time does not reveal which one matched
             if hmac.compare_digest(digest, expected):
                 found = known
-        return Client(found[0], f"token:{digest.hex()[:16]}", found[1]) if found is not None else None
+        return Client(found.role, _tenant(digest), found.limit, found.models) if found is not None else None
+
+    def models_of(self, tenant: str) -> frozenset[str] | None:
+        """The models that a tenant's token allows now, None: all. For requests that are sent later than they came."""
+        return next((grant.models for digest, grant in self._digests if _tenant(digest) == tenant), None)
 
 
 def file_version(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
@@ -357,6 +389,10 @@ def file_version(path: str | os.PathLike[str] | None) -> tuple[int, ...]:
     except OSError:
         return ()
     return (status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev) if status is not None else ()
+
+
+def _tenant(digest: bytes) -> str:
+    return f"token:{digest.hex()[:16]}"
 
 
 def _digest(header: bytes) -> bytes:

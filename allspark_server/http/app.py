@@ -22,7 +22,7 @@ from .errors import ApiError
 from .messages import count_tokens, messages
 from .messages_wire import MessagesRequest, Prompt
 from .metrics import CONTENT_TYPE, of_members
-from .models import health, list_models, live, one_model, version
+from .models import NamedModel, health, list_models, live, load, one_model, unload, version
 from .openapi import describe
 from .page import page, pool
 from .responses import responses
@@ -80,6 +80,8 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
                                                        error_body=ApiError.anthropic_body)),
         ("GET", "/v1/models", Endpoint(worker, "models", list_models, role=read)),
         ("GET", "/v1/models/{model}", Endpoint(worker, "model", one_model, role=read)),
+        ("POST", "/models/load", Endpoint(worker, "load_model", load, form=NamedModel, role=Role.ADMIN)),
+        ("POST", "/models/unload", Endpoint(worker, "unload_model", unload, form=NamedModel, role=Role.ADMIN)),
         ("POST", "/v1/load_lora_adapter", Endpoint(worker, "load_lora_adapter", load_adapter, form=LoadRequest,
                                                    role=Role.ADMIN, kind="text/plain")),
         ("POST", "/v1/unload_lora_adapter", Endpoint(worker, "unload_lora_adapter", unload_adapter,

@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from allspark_server.access import Client, Role
-
 from .batch_lines import MAX_LINE, NoRequest, parse_line
 from .call import Call, new_id
 from .errors import ApiError
@@ -104,7 +102,7 @@ class _Batch:
 
     def __init__(self, jobs: Jobs, stored: Stored):
         self._jobs, self._stored, self._batch = jobs, stored, stored.data["batch"]
-        self._client = Client(Role.GENERATE, stored.tenant)
+        self._client = jobs.client_of(stored.tenant)
         self._files: dict[str, FileWriter] = {}
         self._waiting: dict[str, list[bytes]] = {"output": [], "error": []}
         self._done: set[str] = set()

@@ -122,6 +122,7 @@ class Call:
         self.generated: list[Choices] = []
         self.task: asyncio.Future[None] | None = None
         self.body_size = 0
+        self.wants_stream = False   # of events
         self.unknown = UnknownFields(worker.strict_fields)
         self.status = 0
         self.created = int(time.time())
@@ -158,8 +159,20 @@ class Call:
     # --- requests to the pool --------------------------------------------------------------------------------
 
     async def model(self, name: str) -> ModelInfo:
-        """A model's description. Raises ApiError (404) if there is no such model."""
-        return await self.pool.info(name)
+        """A model's description, once the model is loaded. Raises ApiError (404) if there is no such model."""
+        base, adapter = await self.pool.resolve(name)
+        if not self.client.may_use(name, base):
+            raise ApiError(404, f"The model '{name}' does not exist, or this API key does not allow it", "model",
+                           "model_not_found")
+        if await self.pool.is_unloaded(base):
+            await self.pool.load(base, self._tell_loading)
+        return await self.pool.info(base if not adapter else name)
+
+    async def _tell_loading(self, part: float) -> None:
+        """Tell a client that wants a stream that its model is being loaded."""
+        if self.wants_stream:
+            await self.stream()
+            await self.write(f": the model is being loaded, {100 * part:.0f} %\n\n".encode())
 
     def generate(self, spec: RequestSpec) -> Answer:
         """A request to the pool, to be entered with `async with`."""
@@ -234,7 +247,9 @@ class Call:
         await self._start(200, [(b"content-type", kind), (b"content-length", str(length).encode())])
 
     async def stream(self) -> None:
-        """Begin an answer of server-sent events."""
+        """Begin an answer of server-sent events, unless it has begun."""
+        if self._streaming:
+            return
         await self._start(200, _SEND_HEADERS)
         self._streaming = True
         self._chunk = (self._scope.get("extensions") or {}).get("allspark.chunk")
@@ -330,6 +345,7 @@ class Endpoint:
                     body = await share.read(scope, receive)
                     call.body_size = len(body)
                     form = parse(self.form, body, call.unknown)
+                    call.wants_stream = bool(getattr(form, "stream", False))
                     del body
                     await asyncio.sleep(0)      # other calls' turn: parsing may have taken long
                 elif self._upload is not None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from allspark_server.access import Client, Role
+
 from .errors import ApiError
 from .store import Store, Stored
 from .store.store import LIVE
@@ -55,6 +57,10 @@ class Jobs:
         self.worker, self.application = worker, application
         self.take_over = {"response": continue_response, "batch": continue_batch, "file": drop_upload}
         self._watch = asyncio.create_task(self._run())
+
+    def client_of(self, tenant: str) -> Client:
+        """The client of a stored object's work, with what its key allows now."""
+        return Client(Role.GENERATE, tenant, models=self.worker.access.models_of(tenant))
 
     async def close(self) -> None:
         """End the jobs. Another process continues those that can be continued."""

@@ -10,25 +10,30 @@ from allspark_client.version import __version__
 
 from .call import Call
 from .errors import ApiError
+from .wire import Body, ModelName
 
 
 async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
-    """The entries of a model and, as in vLLM, of each of its adapters, which clients name like models. Each has the
-    most tokens of prompt and output together, and the form of its tool calls and reasoning, which is a guess where the
-    chat template has tool calls of no known form.
+    """The entries of a model and, as in vLLM, of each of its aliases and adapters, which clients name like models. Those
+    of a loaded model have the most tokens of prompt and output together, and the form of its tool calls and reasoning,
+    which is a guess where the chat template has tool calls of no known form.
     """
-    info = await call.model(model.name)
-    card = {"id": model.name, "object": "model", "created": call.worker.started, "owned_by": "allspark",
-            "max_model_len": info.max_length, "chat_format": info.chat_format,
-            "chat_format_guessed": info.chat_format_guessed}
-    return [card, *({**card, "id": name, "parent": model.name} for name in sorted(model.adapters))]
+    card: dict[str, Any] = {"id": model.name, "object": "model", "created": call.worker.started,
+                            "owned_by": "allspark", "loaded": model.running}
+    if model.running:
+        info = await call.pool.info(model.name)
+        card |= {"max_model_len": info.max_length, "chat_format": info.chat_format,
+                 "chat_format_guessed": info.chat_format_guessed}
+    further = [*model.aliases, *sorted(model.adapters)]
+    return [each for each in (card, *({**card, "id": name, "parent": model.name} for name in further))
+            if call.client.may_use(each["id"], model.name)]
 
 
 async def list_models(call: Call, _: None) -> None:
-    """The models that take requests, and their adapters."""
+    """The models that take requests, also those that a request would load, and their aliases and adapters."""
     cards: list[dict[str, Any]] = []
     for model in await call.pool.models():
-        if model.running:
+        if model.running or model.on_demand:
             with contextlib.suppress(ApiError):     # it has just been released
                 cards += await _cards(call, model)
     await call.reply({"object": "list", "data": cards})
@@ -39,10 +44,30 @@ async def one_model(call: Call, _: None) -> None:
     name = call.path_rest
     base = (await call.pool.resolve(name))[0]
     for model in await call.pool.models():
-        if model.name == base and model.running:
-            await call.reply(next(card for card in await _cards(call, model) if card["id"] == name))
-            return
+        if model.name == base and (model.running or model.on_demand):
+            card = next((card for card in await _cards(call, model) if card["id"] == name), None)
+            if card is not None:
+                await call.reply(card)
+                return
     raise ApiError(404, f"The model '{name}' does not exist", "model", "model_not_found")
+
+
+class NamedModel(Body):
+    """Names a model."""
+
+    model: ModelName
+
+
+async def load(call: Call, request: NamedModel) -> None:
+    """Loads a model on demand, in llama-server's form; answers once it is loaded."""
+    await call.model(request.model)
+    await call.reply({"success": True})
+
+
+async def unload(call: Call, request: NamedModel) -> None:
+    """Unloads a model on demand that no request uses, in llama-server's form."""
+    await call.pool.unload((await call.pool.resolve(request.model))[0])
+    await call.reply({"success": True})
 
 
 async def version(call: Call, _: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -44,6 +45,8 @@ _MODELS_AGE, _INFO_AGE = 0.5, 5.0
 #: pause between two looks at the members, and how old what `health` reports may be, s. A look takes longer if members
 #: do not answer
 _LOOK_SECONDS, _HEALTH_AGE = 0.5, 60.0
+#: pause between two reports of a load's progress, s
+_PROGRESS_SECONDS = 1.0
 #: ids whose bytes are asked for together: 1 to 2 ms of a server's time
 _TOKENS_AT_ONCE = 1024
 
@@ -54,6 +57,13 @@ def _texts(content: Any) -> list[str]:
         return [content]
     parts = content if isinstance(content, list) else []
     return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+class _Load:
+    """A load that requests wait for."""
+
+    part = 0.0
+    task: asyncio.Future[None] | None = None
 
 
 class Pool:
@@ -76,6 +86,7 @@ class Pool:
         self._models: tuple[float, list[ModelState]] = (0.0, [])
         self._listing: asyncio.Task[list[ModelState]] | None = None
         self._infos: dict[str, tuple[float, ModelInfo]] = {}
+        self._loads: dict[str, _Load] = {}
         self._refreshing: set[asyncio.Task[None]] = set()
         self._tokens: dict[str, tuple[str, TokenTexts]] = {}
 
@@ -127,7 +138,7 @@ class Pool:
         members = [member for member in members if member.connected] if time.monotonic() - at < _HEALTH_AGE else []
         if not members:
             return "the pool cannot be reached"
-        serving = [member for member in members if any(model.running for model in member.models)]
+        serving = [member for member in members if any(model.running or model.on_demand for model in member.models)]
         if not serving:
             return "no model runs"
         return "" if any(not member.draining for member in serving) else "the pool is draining"
@@ -143,6 +154,8 @@ class Pool:
             for model in await asyncio.shield(self._listing):   # other calls wait for it, too
                 known = merged.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
                 known.running, known.load = known.running or model.running, known.load + model.load
+                known.on_demand = known.on_demand or model.on_demand
+                known.aliases += [alias for alias in model.aliases if alias not in known.aliases]
                 if model.running:
                     known.adapters |= model.adapters
             self._models = time.monotonic(), list(merged.values())
@@ -151,11 +164,13 @@ class Pool:
     async def resolve(self, name: str) -> tuple[str, str]:
         """The model and the adapter ("" for none) that a client's field `model` names.
 
-        The name is that of a model, or of an adapter, which then only one model may have.
+        The name is that of a model, one of its aliases, or that of an adapter, which then only one model may have.
         """
         if name in self._infos:
             return name, ""
         models = await self.models()
+        if not any(model.name == name for model in models):
+            name = next((model.name for model in models if name in model.aliases), name)
         bases = [model.name for model in models if name in model.adapters and model.running]
         if not bases or any(model.name == name for model in models):
             return name, ""
@@ -164,8 +179,32 @@ class Pool:
                            "invalid_value")
         return bases[0], name
 
+    async def load(self, name: str, on_progress: Callable[[float], Awaitable[None]] | None = None) -> None:
+        """Load a model on demand unless a member has loaded it; calls `on_progress` with the part, 0…1, now and then."""
+        load = self._loads.get(name)
+        if load is None:
+            self._loads[name] = load = _Load()
+            load.task = asyncio.ensure_future(
+                self._ask(self._engine.load_for_requests, name, functools.partial(setattr, load, "part")))
+            load.task.add_done_callback(lambda _: self._loads.pop(name, None))
+        assert load.task is not None
+        while not (await asyncio.wait((load.task,), timeout=_PROGRESS_SECONDS))[0]:
+            if on_progress is not None:
+                await on_progress(load.part)
+        self._models = 0.0, []
+        load.task.result()
+
+    async def unload(self, name: str) -> None:
+        """Unload a model on demand on all members."""
+        await self._ask(self._engine.unload_model, name)
+        self._models = 0.0, []
+
+    async def is_unloaded(self, name: str) -> bool:
+        """Whether a model is loaded on demand, and no member has loaded it."""
+        return any(model.name == name and model.on_demand and not model.running for model in await self.models())
+
     async def info(self, name: str) -> ModelInfo:
-        """The description of a model, or of the model of an adapter.
+        """The description of a model, or of the model of an adapter. A model on demand must be loaded.
 
         A known description is returned at once, and refreshed in the background.
         """

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from allspark_client.types import ModelInfo
-from allspark_server.access import Client, Role
+from allspark_server.access import Client
 
 from .call import Call, new_id
 from .errors import INTERNAL, ApiError, bad_value, not_available
@@ -202,4 +202,4 @@ async def continue_response(jobs: Jobs, stored: Stored) -> None:
         await jobs.store.change(stored)
         return
     logger.info("background response %s is computed anew", stored.id)
-    jobs.start(stored.id, _work(jobs, stored, request, Client(Role.GENERATE, stored.tenant), new_id("req_")))
+    jobs.start(stored.id, _work(jobs, stored, request, jobs.client_of(stored.tenant), new_id("req_")))

@@ -266,10 +266,11 @@ class UnaryCalls:
                 **{name: methods.method(name, roles, methods.unary(name, request_type, pool, call))
                    for name, request_type, (roles, pool), call in calls}}
 
-    async def _load(self, methods: Methods, context: grpc.aio.ServicerContext[Any, Any], _: Client) -> None:
+    async def _load(self, methods: Methods, context: grpc.aio.ServicerContext[Any, Any], client: Client) -> None:
         """Loads a model on demand; the progress is sent until it is loaded."""
         try:
             request = methods.parse(pb.ModelRequest, await receive(context), context)
+            client.check_model(request.model)
             loaded = asyncio.wrap_future(self._engine.load_later(request.model))
             while not (await asyncio.wait((asyncio.shield(loaded),), timeout=_PROGRESS_SECONDS))[0]:
                 progress = pb.LoadProgress(part=self._engine.loaded_part(request.model))

@@ -304,6 +304,7 @@ class Streams:
         stream.start(0, spec)
 
     def _spec(self, request: pb.GenerateRequest, client: Client, connection: str) -> RequestSpec:
+        client.check_model(request.model)
         check_sizes(request, self._engine.info(request.model), client.role)
         spec = convert.request_from_pb(request)
         spec.tenant = client.tenant_of(spec.tenant, connection)

@@ -155,6 +155,9 @@ def test_a_pool_with_an_open_listener_is_not_installed(tmp_path, capsys):
     ("admin a tokens_per_minute=0\n", "tokens_per_minute in line 1 .*at least 1"),
     ("admin a tokens_per_minute=x\n", "tokens_per_minute in line 1 .*at least 1"),
     ("admin a tokens_per_minute=1 tokens_per_minute=2\n", "line 1 .*may go on"),
+    ("admin a models=m\n", "models in line 1 .*role read or generate"),
+    ("generate a models=,\n", "models in line 1 .*must name the models"),
+    ("generate a models=m models=n\n", "line 1 .*may go on"),
     ("admin a\n\n# more\nread a\n", "line 4 .*an earlier line has"),
     ("admin \u00e4\n", "printable ASCII"),
 ])  # fmt: skip
@@ -264,7 +267,8 @@ def test_a_socket_for_a_group(tmp_path):
 ADMIN_CALLS = {
     "InstallModel": pb.InstallModelRequest(config=convert.model_config_to_pb(AsModelConfig("new", "/none"))),
     "StartModel": pb.ModelRequest(model="m"), "StopModel": pb.ModelRequest(model="x"),
-    "ReleaseModel": pb.ModelRequest(model="x"), "GetFileInformation": pb.FileInformationRequest(),
+    "ReleaseModel": pb.ModelRequest(model="x"), "UnloadModel": pb.ModelRequest(model="x"),
+    "GetFileInformation": pb.FileInformationRequest(),
     "GetOpProfiling": pb.ModelRequest(model="m"), "LoadLora": pb.LoraRequest(), "UnloadLora": pb.LoraRequest(),
     "UnloadDeviceMem": pb.ModelRequest(), "LoadDeviceMem": pb.ModelRequest(),
     "ResetPrefixCache": pb.ModelRequest(),
@@ -297,6 +301,20 @@ def test_what_each_role_may_do():
         generate = pb.GenerateRequest(model="m", text="hey").SerializeToString()
         assert call(channel, "Generate", generate, "see") is refused
         assert isinstance(call(channel, "Generate", generate, "ask"), bytes)
+
+
+def test_tokens_for_some_models(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text("generate asks-for-other models=other,more\ngenerate asks-for-m models=m\n")
+    path.chmod(0o600)
+    with serving(access=Access(token_file=path)) as (_, address):
+        with ClientEngine(address, token="asks-for-other") as other, ClientEngine(address, token="asks-for-m") as m:
+            with pytest.raises(AllSparkError, match="^ALLSPARK_REQUEST_DENIED: this client's token does not allow "
+                                                    "model 'm'; allowed: more, other$"):
+                other.start_request("m", {"input_ids": [1]})
+            with pytest.raises(AllSparkError, match="does not allow model 'other'"):
+                m.load_model("other")
+            assert tokens(m.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3})[2]) == expected([1], 3)
 
 
 def test_roles_of_engines():
