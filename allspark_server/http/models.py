@@ -14,9 +14,10 @@ from .wire import Body, ModelName
 
 
 async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
-    """The entries of a model and, as in vLLM, of each of its aliases and adapters, which clients name like models. Those
-    of a loaded model have the most tokens of prompt and output together, and the form of its tool calls and reasoning,
-    which is a guess where the chat template has tool calls of no known form.
+    """The entries of a model and, as in vLLM, of each of its aliases and adapters, which clients name like models.
+
+    Those of a loaded model have the most tokens of prompt and output together, and the form of its tool calls and
+    reasoning, which is a guess where the chat template has tool calls of no known form.
     """
     card: dict[str, Any] = {"id": model.name, "object": "model", "created": call.worker.started,
                             "owned_by": "allspark", "loaded": model.running}
