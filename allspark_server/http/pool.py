@@ -180,7 +180,7 @@ class Pool:
         return bases[0], name
 
     async def load(self, name: str, on_progress: Callable[[float], Awaitable[None]] | None = None) -> None:
-        """Load a model on demand unless a member has loaded it. `on_progress` gets the loaded part, 0…1, each second."""
+        """Load a model on demand unless a member has loaded it. `on_progress` gets the part that is loaded, 0…1."""
         load = self._loads.get(name)
         if load is None:
             self._loads[name] = load = _Load()
