@@ -1,5 +1,5 @@
 // GEMMs of many rows without wgmma (gemm_mma_prefill.cu) at Qwen2.5-7B's shapes, by each shape of tiles: TFLOP/s, and
-// bits (=) against gemm_dtype16.cu. The columns: mma, wgmma, the chosen tiles, then those that kChoices lists in order.
+// bits (=) against gemm_mma.cuh. The columns: mma, wgmma, the chosen tiles, then those that kChoices lists in order.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/mma_prefill.cu
 //        native/cuda/kernels/gemm/{gemm_{dtype16,split_k,stream_k,prefill,mma_prefill},gemv}.cu
 //        native/cuda/kernels/{common/stall,quantize/pack}.cu -o mma_prefill

@@ -122,22 +122,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       wait_copies<kStages - 2>();
       __syncwarp();
       fetch(stage == 0 ? kStages - 1 : stage - 1);  // the stage that was consumed last
-      const uint32_t rows = ring + stage * kBytes + S::kRowsAt;
       Fragments<S> weights(own + stage * kBytes, p.w.k - b * kBlock);
-      uint32_t y[kTiles][4];
-#pragma unroll
-      for (int step = 0; step < 4; step++) {
-        uint32_t a[kColumnTiles][4];
-#pragma unroll
-        for (int m = 0; m < kColumnTiles; m++) weights.load(m, step, a[m]);
-#pragma unroll
-        for (int t = 0; t < kTiles; t++) {
-          if (step % 2 == 0) load_cores(y[t], rows + t * kStageRows + chunk_offset(lane % 8, 2 * step + lane / 8));
-#pragma unroll
-          for (int m = 0; m < kColumnTiles; m++)
-            multiply_add(d[m][t], a[m], y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
-        }
-      }
+      multiply_block(weights, ring + stage * kBytes + S::kRowsAt, d);
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     // Number i of a thread belongs to column lane / 4 + i / 2 * 8 of a tile and to entry 2 * (lane % 4) + i % 2.

@@ -2,8 +2,8 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/kernels/gemm/column_tiles.cuh"
 #include "cuda/kernels/moe/moe.h"
-#include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -73,103 +73,10 @@ __device__ __forceinline__ void write_sums(const ExpertGemmArgs& e, const Expert
   }
 }
 
-// Scales of weights: none for floats; of quantized values, those that change within 64 columns of K or only between
-// blocks; those of MXFP4, which lie in its tiles.
-enum class Scales { none, blocks, fine, mx };
-
-// Weights of kBits bits.
-template <int kBits_, Scales kScales_>
-struct WeightType {
-  static constexpr int kBits = kBits_;
-  static constexpr Scales kScales = kScales_;
-};
-
-// Calls start() with the type of the weights. kAll: not only 16-bit ones; kHasMx: also MXFP4.
-template <bool kHasMx, bool kAll = kAllFormats, typename Start>
-void by_type(const Matrix& w, Start start) {
-  if constexpr (kAll) {
-    const bool fine = w.quants.groups > 1 && w.quants.group < kBlock;
-    if constexpr (kHasMx)
-      if (w.kind == Kind::mxfp4) return start(WeightType<4, Scales::mx>());
-    if (w.quants.bits == 4) return fine ? start(WeightType<4, Scales::fine>()) : start(WeightType<4, Scales::blocks>());
-    if (w.quants.bits == 8) return fine ? start(WeightType<8, Scales::fine>()) : start(WeightType<8, Scales::blocks>());
-  }
-  start(WeightType<16, Scales::none>());
-}
-
 // Bytes of an expert's matrix.
 inline size_t bytes_of_expert(const Matrix& w) {
   return w.kind == Kind::dtype16 ? tiles_bytes(w.n, w.k) : quantized_bytes(w.quants, w.n, w.k);
 }
-
-// The weights of kTiles tiles of 16 columns and a block of K, as they are copied: tiles, then sets of scales.
-template <typename Type, int kTiles>
-struct ColumnTiles : Type {
-  static constexpr int kCount = kTiles, kColumns = kTiles * kTileRows;
-  static constexpr Scales kScales = Type::kScales;
-  static constexpr bool kFine = kScales == Scales::fine, kMx = kScales == Scales::mx;
-  static constexpr int kTileBytes = kMx ? kMxTileBytes : kTileRows * kBlock * Type::kBits / 8;
-  static constexpr int kBlockBytes = kBlock / kTileRows * kTileBytes;  // bytes of 64 columns
-  static constexpr int kWeights = kTiles * kTileBytes;
-  static constexpr int kSets = kFine ? 4 : kScales == Scales::blocks ? 1 : 0, kSetBytes = kColumns * 4;
-  static constexpr int kBytes = kWeights + kSets * kSetBytes;
-};
-
-// Copies kBytes bytes by a warp.
-template <int kBytes>
-__device__ __forceinline__ void copy_by_warp(uint32_t to, const char* from) {
-  const int at = threadIdx.x % 32 * 16;
-#pragma unroll
-  for (int i = 0; i < kBytes; i += 512)
-    if (i + 512 <= kBytes || i + at < kBytes) copy_16(to + i + at, from + i + at);
-}
-
-// Loads such weights as mma.sync's first operand. there: columns of K that exist from the block's first on.
-template <typename S>
-class Fragments {
- public:
-  __device__ Fragments(const char* stage, int there) : stage_(stage), there_(there) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (S::kMx) {
-#pragma unroll
-      for (int m = 0; m < S::kCount; m++) mx_[m].load(stage + m * S::kTileBytes);
-    } else if constexpr (S::kBits != 16) {
-#pragma unroll
-      for (int m = 0; m < S::kCount; m++) {
-#pragma unroll
-        for (int i = 0; i < LaneQuants<kQuantBits>::kLoads; i++)
-          quants_[m].loaded[i] = reinterpret_cast<const uint4*>(stage + m * S::kTileBytes)[i * 32 + lane];
-        if constexpr (!S::kFine) set(m, 0);
-      }
-    }
-  }
-  __device__ void load(int m, int step, uint32_t (&a)[4]) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (S::kBits == 16) {
-      load_cores(a, shared_address(stage_) + chunk_offset(m * kTileRows + lane % 16, 2 * step + lane / 16));
-    } else if constexpr (S::kMx) {
-      mx_[m].fragment(step, a);
-    } else {
-      if constexpr (S::kFine) set(m, step);
-      quants_[m].fragment(step, rows_[m], a);
-      if (there_ < kBlock) cut_fragment(a, there_ - step * 16);
-    }
-  }
-
- private:
-  static constexpr int kQuantBits = S::kBits == 16 ? 8 : S::kBits;
-  __device__ void set(int m, int number) {
-    const uint2 both = reinterpret_cast<const uint2*>(
-        stage_ + S::kWeights + number * S::kSetBytes)[(m * kTileRows + threadIdx.x % 32 / 4 * 2) / 2];
-    rows_[m][0].set(both.x), rows_[m][1].set(both.y);
-  }
-
-  const char* stage_;
-  const int there_;
-  LaneQuants<kQuantBits> quants_[S::kMx ? 1 : S::kCount];
-  Affine rows_[S::kMx ? 1 : S::kCount][2];
-  MxQuants mx_[S::kMx ? S::kCount : 1];
-};
 
 }  // namespace AS_DTYPE16
 }  // namespace as::cuda
