@@ -329,7 +329,6 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
                  interleaved, rows, queue);
     const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
     start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
-    launched("store_cache");
     return;
   }
   if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && (!rope || ropes_chunks(a, *rope))) {
@@ -337,7 +336,6 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
     const size_t chunks = (size_t)rows * count * (a.cache.head_dim / 16);
     start(queue, store_chunks_kernel, ceil_div(chunks, 256), 256, 0, a, where, rope != nullptr, table, rows, first,
           count);
-    launched("store_cache");
     return;
   }
   const auto kernel = store_kernel_of(a.cache.type);
@@ -345,7 +343,6 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
   const int items = rotated + 2 * a.cache.kv_heads * a.cache.padded_dim;
   start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, rope != nullptr, table, interleaved,
         rotated);
-  launched("store_cache");
 }
 
 template <bool kAll = kAllFormats>
@@ -358,7 +355,6 @@ static auto store_latent_kernel_of(CacheType type) {
 void store_latent(const Attention& a, const int* where, int rows, const Queue& queue) {
   start(queue, store_latent_kernel_of(a.cache.type), ceil_div((size_t)rows * a.cache.padded_dim, 256), 256, 0, a, where,
         rows);
-  launched("store_latent");
 }
 
 namespace {
@@ -366,7 +362,6 @@ namespace {
 void merge(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   start(queue, merge_kernel, dim3(count, a.cache.kv_heads, ceil_div(kDecodePairs * a.cache.head_dim, 256)), 256, 0, a,
         tiles);
-  launched("merge of KV splits");
 }
 
 template <bool kAll = kAllFormats>
@@ -391,7 +386,6 @@ void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count
                        const Rope* rope, const Queue& queue) {
   (a.cache.bits() <= 8 ? attend_decode_quantized : attend_decode_dtype16)(a, tiles, count, sharers > 1, own, rope,
                                                                           queue);
-  launched("attend_decode");
 }
 
 }  // namespace
@@ -401,7 +395,6 @@ void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* 
   if (count == 0) return;
   if (algo == AttentionAlgo::mma) return attend_decode_mma(a, tiles, count, sharers, false, nullptr, queue);
   start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
-  launched("attend_decode");
   if (sharers > 1) merge(a, tiles, count, queue);  // a single KV split needs no merge
 }
 
@@ -411,7 +404,6 @@ void attend_latent_decode(const Attention& a, AttentionAlgo algo, const Attentio
   if (algo == AttentionAlgo::mma) return attend_latent_decode_mma(a, tiles, count, sharers > 1, queue);
   start(queue, attend_latent_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles,
         true);
-  launched("attend_latent_decode");
   if (sharers > 1) merge(a, tiles, count, queue);
 }
 
@@ -420,7 +412,6 @@ void attend_latent_prefill(const Attention& a, AttentionAlgo algo, const Attenti
   if (count == 0) return;
   if (algo == AttentionAlgo::mma) return attend_latent_prefill_mma(a, tiles, count, queue);
   start(queue, attend_latent_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads), 32 * kWarps, 0, a, tiles, false);
-  launched("attend_latent_prefill");
 }
 
 void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,
@@ -432,7 +423,6 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
     start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
   else if (a.cache.bits() <= 8) attend_prefill_quantized(a, tiles, count, queue);
   else attend_prefill_mma(a, tiles, count, queue);
-  launched("attend_prefill");
 }
 
 bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope) {

@@ -536,7 +536,6 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
   const int there = sm_count(), half = (max_shared() + kReserved) / 2 - kReserved - fixed;
   const auto launch = [&](auto kernel, int threads, int blocks, int stages) {
     const int bytes = fixed + stages * S::kTensor;
-    allow_shared(kernel, bytes);
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
           rope ? *rope : Rope(), rows, stages);
   };

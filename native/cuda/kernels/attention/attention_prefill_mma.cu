@@ -74,7 +74,6 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 
 template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
-  allow_shared(attend_mma_kernel<kDim>, kShared<kDim>);
   start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads, kPrefillPairs / kPairs<kDim>), 32 * kWarps,
         kShared<kDim>, a, tiles);
 }

@@ -135,7 +135,6 @@ template <int kDim, CacheType kType>
 void start_type(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   using S = Shape<kDim, kType>;
   constexpr int kShared = S::kShared, kParts = kPrefillPairs / (S::kGroups * S::Pairs::kPairs);
-  allow_shared(attend_quantized_kernel<kDim, kType>, kShared);
   start(queue, attend_quantized_kernel<kDim, kType>, dim3(count, a.cache.kv_heads, kParts), kThreads, kShared, a,
         tiles);
 }

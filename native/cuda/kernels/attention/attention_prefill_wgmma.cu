@@ -458,7 +458,6 @@ template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Rope* rope, const Queue& queue) {
   const auto kernel =
       a.soft_cap > 0 ? attend_prefill_wgmma_kernel<kDim, true> : attend_prefill_wgmma_kernel<kDim, false>;
-  allow_shared(kernel, Shape<kDim>::kShared);
   const int blocks = std::min(count * a.cache.kv_heads, sm_count());
   start(queue, kernel, dim3(blocks), kThreads, Shape<kDim>::kShared, a, tiles, count, rope != nullptr,
         rope ? rope->table : RotaryTable());

@@ -34,7 +34,6 @@ void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPai
     start(queue, copy_kernel,
           dim3(ceil_div(largest, (int)kChunk), layers, count - first < kMost ? count - first : kMost), kThreads, 0,
           parts, pairs + first, saves);
-  launched("copy_spans");
 }
 
 }  // namespace as::cuda

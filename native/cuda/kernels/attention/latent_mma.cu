@@ -456,10 +456,8 @@ template <int kTiles>
 void start_prefill(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   const int stages = latent_stages(max_shared(), kTiles), bytes = latent_fixed(kTiles) + stages * kLatentStage;
   const auto kernel = attend_latent_prefill_kernel<kTiles>;
-  allow_shared(kernel, bytes);
   start(queue, kernel, dim3(count * (kPrefillPairs / kDecodePairs / kTiles), a.cache.kv_heads), kThreads, bytes, a,
         tiles, stages);
-  launched("attend_latent_prefill");
 }
 
 }  // namespace latent
@@ -468,10 +466,8 @@ void attend_latent_decode_mma(const Attention& a, const AttentionTile* tiles, in
                               const Queue& queue) {
   const int stages = latent_stages(max_shared(), 1), bytes = latent_fixed(1) + stages * kLatentStage;
   const int all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
-  allow_shared(latent::attend_latent_decode_kernel, bytes);
   start(queue, latent::attend_latent_decode_kernel, dim3(std::min(all, sm_count())), latent::kThreads, bytes, a, tiles,
         count, several, stages);
-  launched("attend_latent_decode");
 }
 
 void attend_latent_prefill_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {

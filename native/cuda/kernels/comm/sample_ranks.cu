@@ -168,7 +168,6 @@ __global__ void __launch_bounds__(kExchangeThreads)
 
 void agree_argmaxes(const RankSamples& ranks, Argmax* best, int rows, const Queue& queue) {
   start(queue, agree_kernel, std::clamp(ceil_div(rows, kWarps), 1, sm_count()), kThreads, 0, ranks, best, rows);
-  launched("agree_argmaxes");
 }
 
 void push_logits(const RankSamples& ranks, const float* logits, const uint32_t* masks, const DealtSample* samples,
@@ -177,19 +176,16 @@ void push_logits(const RankSamples& ranks, const float* logits, const uint32_t* 
   const dim3 blocks(std::max(1, ceil_div(ranks.width, kEach)), count);
   start(queue, four ? push_kernel<true> : push_kernel<false>, blocks, kThreads, 0, ranks, logits, masks, samples,
         round);
-  launched("push_logits");
 }
 
 void await_logits(const RankSamples& ranks, const DealtSample* samples, int count, Argmax* argmax, uint32_t round,
                   const Queue& queue) {
   start(queue, await_kernel, 1, kThreads, 0, ranks, samples, count, argmax, round);
-  launched("await_logits");
 }
 
 void exchange_samples(const RankSamples& ranks, const SampleOutput* own, const DealtSample* samples, int count,
                       Argmax* argmax, uint32_t round, const Queue& queue) {
   start(queue, exchange_kernel, 1, kExchangeThreads, 0, ranks, own, samples, count, argmax, round);
-  launched("exchange_samples");
 }
 
 }  // namespace as::cuda

@@ -263,7 +263,6 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   if (sum.is_dtype16 && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
   else if (sum.is_dtype16) whole ? start_tiles(yes, no) : start_tiles(no, no);
   else whole ? start_values(yes) : start_values(no);
-  launched("sum_ranks");
 }
 
 }  // namespace AS_DTYPE16

@@ -16,15 +16,22 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// Throws DeviceLost or std::runtime_error if the previous launch failed.
-inline void launched(const char* kernel) {
+// Raises a kernel's limit of dynamic shared memory, by default 48 KiB less its static shared memory.
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
+
+// Throws DeviceLost or std::runtime_error if the previous launch, of this kernel, failed.
+inline void launched(const void* kernel) {
   if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
-    throw_error(error, std::string("launching ") + kernel);
+    throw_error(error, "launching " + kernel_name(kernel));
 }
 
 // Launches a kernel. On capability 9.0 it may start while the previous kernel of the stream still runs (programmatic
 // dependent launch). Every kernel calls after_previous() before it touches memory that others write, so all kernels are
-// ordered. Other chips run code compiled for 8.0, which never waits. own: null, or one more attribute.
+// ordered. Other chips run code compiled for 8.0, which never waits. own: null, or one more attribute. Throws if the
+// launch fails.
 template <typename... Parameters, typename... Arguments>
 void start_with(const Queue& queue, const cudaLaunchAttribute* own, void (*kernel)(Parameters...), dim3 grid,
                 int threads, size_t shared, const Arguments&... arguments) {
@@ -36,7 +43,9 @@ void start_with(const Queue& queue, const cudaLaunchAttribute* own, void (*kerne
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
   config.stream = queue.stream, config.attrs = attributes;
   config.numAttrs = queue.capability != 90 ? 0 : own ? 2 : 1;
+  allow_shared(kernel, shared);
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+  launched(reinterpret_cast<const void*>(kernel));
 }
 template <typename... Parameters, typename... Arguments>
 void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
@@ -86,12 +95,6 @@ __device__ inline void await_previous() {
 #endif
 }
 __device__ inline void after_previous() { let_next_begin(), await_previous(); }
-
-// Raises a kernel's limit of dynamic shared memory, by default 48 KiB less its static shared memory.
-template <typename Kernel>
-void allow_shared(Kernel kernel, size_t bytes) {
-  if (bytes > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-}
 
 // SMs of the current device.
 inline int sm_count() {

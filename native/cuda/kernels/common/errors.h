@@ -1,7 +1,9 @@
 // Errors of the CUDA runtime as exceptions.
 #pragma once
 #include <cuda_runtime_api.h>
+#include <cxxabi.h>
 
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -41,6 +43,19 @@ inline bool loses_device(cudaError_t error) {
         " waited half a minute for a CTA of its own launch that did not run (another process may keep a part of the "
         "GPU busy)";
   throw DeviceLost(text + "; this process can no longer use its GPUs and must be started anew");
+}
+
+// A kernel's function as C++ writes it.
+inline std::string kernel_name(const void* kernel) {
+#if CUDART_VERSION >= 12030
+  if (const char* symbol = nullptr; cudaFuncGetName(&symbol, kernel) == cudaSuccess) {
+    char* readable = abi::__cxa_demangle(symbol, nullptr, nullptr, nullptr);
+    const std::string name = readable ? readable : symbol;
+    std::free(readable);
+    return name;
+  }
+#endif
+  return "a kernel";
 }
 
 }  // namespace as::cuda

@@ -372,11 +372,9 @@ struct Kernel {
     plan(p.w, rows, nanoseconds, &walk);
     const int k_parts = k_parts_of(p.w), cluster = S::kSharers * k_parts;
     const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
-    allow_shared(kernel, S::kShared);
     const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(k_parts));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
                    SplitK(p.w.k, p.w.max_split_k), walk, tells_late[(int)S::kSums], queue.scratch);
-    launched("gemm_8bit_prefill");
   }
 };
 

@@ -81,7 +81,6 @@ template <int kRows, int kBlocks>
 void start_heads(const HeadGemm& p, int rows, const Queue& queue) {
   constexpr int kBytes = kBlocks * (kBlockBytes + kRows * kRowBytes);
   const auto kernel = gemm_heads_kernel<kRows, kBlocks>;
-  allow_shared(kernel, kBytes);
   start(queue, kernel, dim3(blocks_of(p.w.n), p.w.experts, ceil_div(rows, kRows)), kThreads, kBytes, p, rows);
 }
 
@@ -104,7 +103,6 @@ void gemm_heads(const HeadGemm& p, int rows, const Queue& queue) {
           rows);
   else if (rows <= kFewRows) start_heads<kFewRows, 8>(p, rows, queue);
   else start_heads<kManyRows, 2>(p, rows, queue);
-  launched("gemm_heads");
 }
 
 }  // namespace AS_DTYPE16

@@ -279,7 +279,6 @@ void start_gemm_mma(const GemmArgs& p, int rows, const Queue& queue, int most_wa
   // Every CTA takes the same number of turns, if there are several.
   const int turns = ceil_div(tiles, most);
   start(queue, kernel, dim3(ceil_div(tiles, turns), groups), 32 * warps, shared, p, rows, tiles, k, Segments(p.w, k));
-  launched("gemm_mma");
 }
 
 }  // namespace AS_DTYPE16

@@ -196,9 +196,7 @@ template <typename S>
 void start_shape(const GemmArgs& p, int rows, const SplitK& k, const Queue& queue) {
   const auto kernel = gemm_mma_prefill_kernel<S>;
   const int down = ceil_div(rows, S::kRows), across = ceil_div(p.w.n, kColumns);
-  allow_shared(kernel, S::kShared);
   start(queue, kernel, std::min(down * across, sm_count()), kThreads, S::kShared, p, rows, down, across, k);
-  launched("gemm_mma_prefill");
 }
 template <int... kNumbers>
 constexpr std::array<Start, kMmaPrefillShapes> starts_of(std::integer_sequence<int, kNumbers...>) {

@@ -343,11 +343,9 @@ struct Kernel {
     Walk walk;
     plan(rows, p.w, k, nanoseconds, &walk);
     const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
-    allow_shared(kernel, S::kShared);
     const int blocks = S::kCluster * (walk.whole == walk.count() ? std::min(walk.count(), clusters()) : clusters());
     start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
                    queue.scratch);
-    launched("gemm_prefill");
   }
 };
 

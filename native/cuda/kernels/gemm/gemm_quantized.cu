@@ -58,7 +58,6 @@ __global__ void __launch_bounds__(128) widen_kernel(Quants quants, int k, int fi
 void widen(const Matrix& w, int first_block, int row_blocks, uint16_t* to, const Queue& queue) {
   const auto kernel = w.quants.bits == 4 ? widen_kernel<4> : widen_kernel<8>;
   start(queue, kernel, dim3(blocks_of(w.k), row_blocks), 128, 0, w.quants, w.k, first_block, to);
-  launched("dequantizing weights");
 }
 
 constexpr int kTogether = 4;                 // blocks of rows; a part of a matrix has whole tiles of gemm_prefill()

@@ -561,10 +561,8 @@ void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
     of = StreamKSplit::tiles, blocks = std::min({most, tiles, (int)(kScratchParts / tile_sums)});
   else if (tiles * k.count <= most) of = StreamKSplit::k_parts;
   const StreamKPartition shares(of, tiles, k, blocks);
-  allow_shared(quantized_stream_k_kernel<S>, S::kShared);
   start(queue, quantized_stream_k_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
         Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, k), queue.scratch, shares);
-  launched("gemm_quantized_stream_k");
 }
 
 // The widest tiles of which there are enough: rows are read again for each tile.

@@ -37,12 +37,10 @@ void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const auto kernel =
       p.w.k % kLaneColumns ? gemm_small_n_kernel<kRows, kColumns, false> : gemm_small_n_kernel<kRows, kColumns, true>;
   const size_t shared = (size_t)kColumns * padded_columns(p.w.k) * sizeof(float);
-  allow_shared(kernel, shared);
   const int columns = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kWarps * kRows);
   // Each CTA reads the weights again, so there are no more CTAs than run at once.
   const int most = 2 * sm_count() / columns;
   start(queue, kernel, dim3(columns, most < 1 ? 1 : groups < most ? groups : most), 32 * kWarps, shared, p, rows);
-  launched("gemm_small_n");
 }
 
 }  // namespace

@@ -217,11 +217,9 @@ void start_split_k(const GemmArgs& p, int rows, const Queue& queue, int at_once 
   const SplitK k(p.w.k, p.w.max_split_k);
   const Room room = room_of<S>(at_once, whole);
   const size_t bytes = shared_bytes<S>(room);
-  allow_shared(gemm_split_k_kernel<S>, bytes);
   const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
   start_clusters(queue, gemm_split_k_kernel<S>, dim3(k.count, columns, ceil_div(rows, kRows)), dim3(k.count, kBeside),
                  S::kThreads, bytes, p, rows, k, room);
-  launched("gemm_split_k");
 }
 
 // Whether all clusters run at once.

@@ -194,12 +194,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 template <typename S>
 void start_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   static_assert(S::kSums <= kScratchFloats);
-  allow_shared(gemm_stream_k_kernel<S>, S::kShared);
   // There are no more CTAs than tiles, so that at most two CTAs share a tile.
   const int blocks = std::min({S::tiles(p.w.n, rows), sm_count(), (int)kScratchCtas});
   start(queue, gemm_stream_k_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, SplitK(p.w.k, p.w.max_split_k),
         queue.scratch);
-  launched("gemm_stream_k");
 }
 
 // Tiles are as wide as possible while every SM has one, because each tile reads the rows again.

@@ -360,10 +360,8 @@ void start_row(const GemmArgs& p, const GemvPlan& room, const Queue& queue, int 
   const int count = room.k.count;
   const auto kernel =
       count == 1 ? gemv_kernel<Shape<kForm, kFrom, kKept, true>> : gemv_kernel<Shape<kForm, kFrom, kKept, false>>;
-  allow_shared(kernel, room.shared);
   start_clusters(queue, kernel, dim3(count, blocks_of(p.w.n)), dim3(count), kThreads, room.shared, p, rows, room.k,
                  room.stages);
-  launched("gemv");
 }
 
 template <Form kForm>

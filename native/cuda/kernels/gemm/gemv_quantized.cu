@@ -424,12 +424,10 @@ void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const size_t shared = S::shared(plan.warps, k.count * k.length);
   const int groups = ceil_div(plan.pairs, plan.merged);
-  allow_shared(row_kernel<S>, shared);
   // Balances the rounds of CTAs, if there are several.
   start_reading(queue, {p.w.quants.words, quants_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
                 dim3(ceil_div(groups, ceil_div(groups, sm_count()))), 32 * plan.warps, shared, p, plan.pairs,
                 Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.quants, k.blocks));
-  launched("gemv_quantized");
 }
 
 template <int kBits, bool kFine>

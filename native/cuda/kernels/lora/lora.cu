@@ -262,16 +262,13 @@ void add_lora(const AdaptedSums& a, int rows, const Queue& queue) {
   const int groups = alone ? rows : ceil_div(rows, kRowsTogether), ranks = alone ? 1 : kWarps;
   start(queue, alone ? shrink_alone_kernel : shrink_kernel<kRowsTogether, 1>,
         dim3(groups, a.count, ceil_div(a.max_rank, ranks)), 32 * kWarps, 0, a, rows);
-  launched("add_lora");
   start(queue, alone ? expand_alone_kernel : expand_kernel<kRowsTogether>,
         dim3(ceil_div(columns, kExpandThreads * kColumns), groups, a.count), kExpandThreads, 0, a, rows);
-  launched("add_lora");
 }
 
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue) {
   start(queue, silu_mul_pairs_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in,
         paired_rows(2 * out.width), bias, out);
-  launched("silu_mul");
 }
 
 }  // namespace AS_DTYPE16

@@ -447,7 +447,6 @@ void expand(const AdaptedSums& a, int columns, int targets, int rows, int turns,
   const int each = rows <= kFewRows ? 1 : std::clamp(tiles * wide * targets / (16 * sm_count()), 1, 16);
   start(queue, expand_kernel<Into>, dim3(wide, ceil_div(tiles, each), targets * turns), 32 * kExpandWarps, 0, a, rows,
         each, turns);
-  launched("add_lora");
 }
 
 template <int kSets>
@@ -456,7 +455,6 @@ void shrink(const AdaptedSums& a, int rows, int turns, const Queue& queue) {
         dim3(ceil_div(rows, kSets * kRows), a.count * lora_k_parts(a.x.width, true),
              whole_ranks(a.max_rank) / kRankBlock * turns),
         32 * kWarps, 0, a, rows, turns);
-  launched("add_lora");
 }
 
 }  // namespace

@@ -150,15 +150,12 @@ int tile_turns(int entries, int others) { return std::clamp(16 * sm_count() / st
 void add_expert_lora(const ExpertSums& e, int entries, const Queue& queue) {
   const int ranks = ceil_div(e.sums.max_rank, kWarps), columns = ceil_div(e.sums.columns[0].columns, kExpandThreads);
   start(queue, shrink_experts_kernel, dim3(tile_turns(entries, ranks), ranks), 32 * kWarps, 0, e);
-  launched("add_expert_lora");
   start(queue, expand_experts_kernel, dim3(tile_turns(entries, columns), columns), kExpandThreads, 0, e);
-  launched("add_expert_lora");
 }
 
 void gate_entries(const GatedEntries& g, int entries, const Queue& queue) {
   const int columns = ceil_div(g.out.width, kGateThreads);
   start(queue, gate_entries_kernel, dim3(tile_turns(entries, columns), columns), kGateThreads, 0, g);
-  launched("gate_entries");
 }
 
 }  // namespace AS_DTYPE16

@@ -61,7 +61,6 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
 void combine_experts(const Combination& c, int rows, const Queue& queue) {
   const int threads = std::min(ceil_div(c.y.width, 32 * kEight) * 32, kThreads);
   start(queue, combine_kernel, rows, threads, 0, c);
-  launched("combine_experts");
 }
 
 }  // namespace AS_DTYPE16

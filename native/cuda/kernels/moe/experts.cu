@@ -162,16 +162,13 @@ void place_routing(char* memory, int rows, int experts, Routing& r) {
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue) {
   start(queue, group_kernel, 1, kGroupThreads, (routing.end - routing.begin) * 3 * sizeof(int), routing,
         rows * routing.top, tile_rows);
-  launched("grouping entries by expert");
 }
 
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
            const Queue& queue) {
   constexpr int kWarps = kThreads / 32;
   const size_t shared = kWarps * 2 * router.experts * sizeof(float);
-  allow_shared(route_kernel, shared);
   start(queue, route_kernel, ceil_div(rows, kWarps), kThreads, shared, logits, router, routing, where, rows);
-  launched("router");
   group_entries(routing, rows, tile_rows, queue);
 }
 
@@ -185,14 +182,11 @@ void route(const GemmArgs& logits, const Router& router, const Routing& routing,
   // Grouping needs three numbers for each expert, routing two for each warp and expert.
   const size_t shared = sizeof(float) * std::max(padded_columns(logits.w.k), 2 * warps * router.experts);
   const auto kernel = logits.w.k % kLaneColumns ? route_few_kernel<false> : route_few_kernel<true>;
-  allow_shared(kernel, shared);
   start(queue, kernel, router.experts, 32 * warps, shared, logits, router, routing, where, rows, tile_rows);
-  launched("router of few rows");
 }
 
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue) {
   start(queue, sigmoid_mul_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, x, gate, width);
-  launched("sigmoid_mul");
 }
 
 }  // namespace as::cuda

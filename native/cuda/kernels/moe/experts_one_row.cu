@@ -264,10 +264,8 @@ void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& que
   const int tiles = ceil_div(e.gemm.w.n, kTileRows);
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
-  allow_shared(kernel, shared);
   const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), sm_count());
   start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
-  launched("gate_row");
 }
 
 template <typename S, int kStages>
@@ -277,10 +275,8 @@ void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination
   const int at_once = std::min(kWarps / each, ceil_div(tiles, sm_count()));
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
-  allow_shared(kernel, shared);
   start(queue, kernel, std::min(ceil_div(tiles, at_once), sm_count()), 32 * kWarps, shared, e, row, c, tiles, each,
         at_once, bytes_of_expert(e.gemm.w));
-  launched("combine_row");
 }
 
 // Stages of a warp with 16-bit weights; both launches fit an SM together. Narrower weights have more stages.
@@ -299,9 +295,7 @@ bool norms_with_logits(const GemmArgs& logits) { return has_small_n(logits.w) &&
 void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const GemmArgs& logits, const Queue& queue) {
   const auto kernel = logits.w.k % kLaneColumns ? norm_and_logits_kernel<false> : norm_and_logits_kernel<true>;
   const size_t shared = 2 * sizeof(float) * padded_columns(logits.w.k);
-  allow_shared(kernel, shared);
   start(queue, kernel, logits.w.n, kNormThreads, shared, x, norm, normed, logits);
-  launched("norm_and_logits");
 }
 
 void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {

@@ -167,7 +167,6 @@ void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& q
   if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
   const int grid = std::min(items, std::max(merged, 1) * sm_count());
   start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), bytes_of_expert(w));
-  launched("gemm_experts");
 }
 
 template <typename Type, int kTiles>
@@ -244,7 +243,6 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
     const int columns = ceil_div(w.n, kTile);
     const int grid = std::min(max_items(p, entries, kTile, columns), 8 * sm_count());
     start(queue, gemm_experts_f32_kernel, grid, kThreads, 0, p, columns);
-    launched("gemm_experts in float32");
     return;
   }
   if (w.takes_bytes()) return gemm_experts_8bit(p, entries, tile_rows, queue);

@@ -294,11 +294,9 @@ template <typename S>
 void start_shape(const ExpertGemmArgs& p, int entries, const Queue& queue) {
   const Matrix& w = p.gemm.w;
   const int columns = ceil_div(blocks_of(w.n), S::kGroups);
-  allow_shared(gemm_experts_8bit_kernel<S>, S::kShared);
   const int grid = std::min(max_items(p, entries, S::kRows, columns), sm_count());
   start(queue, gemm_experts_8bit_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(w.k),
         Segments(w, SplitK(w.k, w.max_split_k)), bytes_of_expert(w));
-  launched("gemm_experts_8bit");
 }
 
 // Few columns of tiles of few entries spread the bytes evenly over SMs. Two more warpgroups need registers of their

@@ -219,10 +219,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 template <typename S>
 void start_prefill(const ExpertGemmArgs& p, int entries, const Queue& queue) {
   const int columns = ceil_div(blocks_of(p.gemm.w.n), S::kGroups);
-  allow_shared(gemm_experts_prefill_kernel<S>, S::kShared);
   const int grid = std::min(max_items(p, entries, S::kRows, columns), sm_count());
   start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.gemm.w.k));
-  launched("gemm_experts_prefill");
 }
 
 template <bool kAll = kAllFormats>

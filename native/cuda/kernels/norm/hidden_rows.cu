@@ -34,21 +34,18 @@ __global__ void spread_columns_kernel(const float* in, int in_width, const float
 
 void keep_rows(const float* in, const int* places, int rows, int width, float* to, const Queue& queue) {
   start(queue, keep_rows_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, in, places, width, to);
-  launched("keep_rows");
 }
 
 void concat(const float* first, int first_width, const float* second, int second_width, int rows, float* out,
             const Queue& queue) {
   start(queue, concat_kernel, dim3(ceil_div(first_width + second_width, kThreads), rows), kThreads, 0, first,
         first_width, second, second_width, out);
-  launched("concat");
 }
 
 void spread_columns(const float* in, int in_width, const float* columns, int width, int rows, float* out,
                     const Queue& queue) {
   start(queue, spread_columns_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, in, in_width, columns, width,
         out);
-  launched("spread_columns");
 }
 
 }  // namespace as::cuda

@@ -132,12 +132,10 @@ void embed(const Matrix& table, const int* tokens, const Argmax* sampled, int ro
   const int parts = ceil_div(table.k, kThreads * (table.tiles ? 8 : 1)), most = ceil_div(sm_count(), std::max(rows, 1));
   start(queue, embed_kernel, dim3(rows, std::max(std::min(parts, most), 1)), kThreads, 0, table, tokens, sampled,
         vocab_begin, scale, out);
-  launched("embedding");
 }
 
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
   start(queue, read_row_kernel, 1, kThreads, 0, matrix, row, out);
-  launched("read_row");
 }
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
@@ -151,28 +149,23 @@ void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const
   else if (out.width <= 8 * 256) start_threads(rms_norm_kernel<256, 1, false>, rms_norm_kernel<256, 1, true>, 256);
   else if (out.width <= 8 * 512) start_threads(rms_norm_kernel<512, 1, false>, rms_norm_kernel<512, 1, true>, 512);
   else start(queue, wide, rows, 512, 0, x, norm, rows, out);
-  launched("rms_norm");
 }
 
 void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue) {
   start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, gating, out);
-  launched("silu_mul");
 }
 
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
   start(queue, gelu_tanh_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, out);
-  launched("gelu_tanh_mul");
 }
 
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
   start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, chosen, out);
-  launched("select_rows");
 }
 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   const int columns = blocks_of(out.width) * kBlock;
   start(queue, copy_kernel, dim3(ceil_div(columns, kThreads), rows), kThreads, 0, in, nullptr, out);
-  launched("to_tiles");
 }
 
 }  // namespace AS_DTYPE16

@@ -138,32 +138,26 @@ __global__ void scale_queries_kernel(Attention a, const int* positions, double b
 
 void add(float* x, const float* y, size_t count, const Queue& queue) {
   start(queue, add_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
-  launched("add");
 }
 
 void multiply(float* x, const float* y, size_t count, const Queue& queue) {
   start(queue, multiply_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
-  launched("multiply");
 }
 
 void scale(float* x, float factor, size_t count, const Queue& queue) {
   start(queue, scale_kernel, ceil_div(count, kThreads), kThreads, 0, x, factor, count);
-  launched("scale");
 }
 
 void soft_cap(float* x, float cap, size_t count, const Queue& queue) {
   start(queue, soft_cap_kernel, ceil_div(count, kThreads), kThreads, 0, x, cap, count);
-  launched("soft_cap");
 }
 
 void qk_square_sums(const float* x, int width, const QkColumns& columns, int rows, float* sums, const Queue& queue) {
   start(queue, qk_square_sums_kernel, rows, kThreads, 0, x, width, columns, sums);
-  launched("qk_square_sums");
 }
 
 void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int rows, const Queue& queue) {
   start(queue, qk_norm_kernel, rows, kThreads, 0, x, width, norm, sums);
-  launched("qk_norm");
 }
 
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
@@ -171,23 +165,19 @@ void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& secon
   const bool large = std::max(first.heads.head_dim, second.heads.head_dim) > kLargestHead;  // of latent attention
   start(queue, large ? head_norm_kernel<kLatentDim> : head_norm_kernel<kLargestHead>,
         dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0, x, width, first, second);
-  launched("head_norm");
 }
 
 void rotary_table(const RotaryTable& table, const int* positions, const int* prompts, int rows, const Queue& queue) {
   start(queue, rotary_table_kernel, rows, 64, 0, table, positions, prompts);
-  launched("rotary_table");
 }
 
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
           const Queue& queue) {
   start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved);
-  launched("rope");
 }
 
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {
   start(queue, scale_queries_kernel, rows, 256, 0, a, positions, beyond);
-  launched("scale_queries");
 }
 
 }  // namespace as::cuda

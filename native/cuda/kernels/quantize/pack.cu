@@ -36,7 +36,6 @@ void pack(const void* rows, int64_t stride, int count, const Matrix& m, int firs
     const int some = count - done < kMaxRows ? count - done : kMaxRows;
     start(queue, pack_kernel<T>, dim3(ceil_div(m.k, kThreads), some), kThreads, 0,
           static_cast<const T*>(rows) + done * stride, stride, m, first + done, bad);
-    launched("pack_rows");
   }
 }
 
@@ -91,11 +90,9 @@ void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) {
   if (to.quants.bits) {
     const int items = blocks_of(to.k) * kBlock * to.quants.bits / 32 + to.quants.groups;
     start(queue, pair_quants_kernel, dim3(to.n, ceil_div(items, 128)), 128, 0, from, to);
-    launched("pair_rows");
     return;
   }
   start(queue, pair_kernel, dim3(to.n, ceil_div(blocks_of(from.k) * 8, 128)), 128, 0, from, to);
-  launched("pair_rows");
 }
 
 void pack_rows(const void* rows, SourceType source, int64_t stride, int count, const Matrix& matrix, int first,
@@ -109,7 +106,6 @@ void fill_noise(void* data, size_t bytes, DType16, float size, uint64_t seed, co
   constexpr int kThreads = 256;
   start(queue, noise_kernel, ceil_div(bytes / 4, kThreads), kThreads, 0, static_cast<uint32_t*>(data), bytes / 4, size,
         seed);
-  launched("filling memory");
 }
 
 }  // namespace AS_DTYPE16

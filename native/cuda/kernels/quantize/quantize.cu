@@ -118,12 +118,10 @@ void quantize(const void* source, int columns, int group, int column, int count,
   const size_t groups = (size_t)((columns + group - 1) / group);
   start(queue, range_kernel<T>, dim3(ceil_div(count * groups, kWarps)), 32 * kWarps, 0, rows, columns, group, column,
         count, m, first, own, bad);
-  launched("quantize_rows, ranges");
   const int words = blocks_of(m.k) * kBlock * m.quants.bits / 32;
   for (int done = 0; done < count; done += kMaxRows) {
     start(queue, quant_kernel<T>, dim3(ceil_div(words, 128), std::min(count - done, kMaxRows)), 128, 0,
           rows + (size_t)done * columns, columns, group, column, m, first + done, own + (size_t)done * groups);
-    launched("quantize_rows");
   }
 }
 
@@ -189,7 +187,6 @@ void place_rows(const uint8_t* quants, const uint16_t* scales, const uint16_t* o
     start(queue, place_kernel, dim3(ceil_div(items, 128), std::min(count - done, kMaxRows)), 128, 0,
           quants + (size_t)done * matrix.k, scales + (size_t)done * matrix.quants.groups,
           offsets + (size_t)done * matrix.quants.groups, matrix, first + done);
-    launched("place_rows");
   }
 }
 
@@ -199,7 +196,6 @@ void place_mx_rows(const uint8_t* values, const uint8_t* scales, int count, cons
   for (int done = 0; done < count; done += kMaxRows) {
     start(queue, place_mx_kernel, dim3(ceil_div(items, 128), std::min(count - done, kMaxRows)), 128, 0,
           values + (size_t)done * matrix.k / 2, scales + (size_t)done * matrix.quants.groups, matrix, first + done);
-    launched("place_mx_rows");
   }
 }
 

@@ -150,7 +150,6 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
     blocks = std::max(blocks, 1) * sm_count();
   }
   start(queue, kernel, std::min(rows, blocks), kThreads, 0, x, rows, Segments(p.w, k), p.bytes, norm);
-  launched("quantize_activations");
 }
 
 // The fewest threads that keep a row in registers.
@@ -191,7 +190,7 @@ bool has_block_scales(const Matrix& m, const Queue& queue) {
   cudaMemsetAsync(differ, 0, sizeof(int), queue.stream);
   block_scales_kernel<<<ceil_div(blocks_of(m.n) * m.quants.groups * kScaleWords, kThreads), kThreads, 0,
                         queue.stream>>>(m.quants.scales, m.n, m.quants.groups, differ);
-  launched("has_block_scales");
+  launched(reinterpret_cast<const void*>(block_scales_kernel));
   cudaMemcpyAsync(&found, differ, sizeof(int), cudaMemcpyDeviceToHost, queue.stream);
   cudaFreeAsync(differ, queue.stream);
   return cudaStreamSynchronize(queue.stream) == cudaSuccess && !found;

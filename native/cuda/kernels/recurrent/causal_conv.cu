@@ -98,7 +98,6 @@ void launch(const CausalConv& p, const StateRows& rows, const Queue& queue) {
     start(queue, chunks_kernel<kTaps>, dim3(parts, rows.chunk_count, kChunkRows / kSegment), kThreads, 0, p, rows);
     start(queue, keep_kernel, dim3(parts, rows.long_items), kThreads, 0, p, rows.items + rows.short_items);
   }
-  launched("causal_conv");
 }
 
 }  // namespace

@@ -44,7 +44,6 @@ void copy_state(const StatePart* parts, int part_count, size_t largest, const Sp
     start(queue, copy_state_kernel, dim3(ceil_div(largest, kThreads * kEach * (int)sizeof(uint4)), part_count),
           kThreads, 0, parts, layers, layer_count, span_bytes, slot, to_spans, some);
   }
-  launched("copy_state");
 }
 
 }  // namespace as::cuda

@@ -622,7 +622,6 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows row
 template <int kC, int kN>
 void launch_chunks(const Args& a, const StateRows& rows, const Queue& queue) {
   const size_t bytes = ChunkMemory<kC>::bytes(a.padded);
-  allow_shared(chunks_kernel<kC, kN>, bytes);
   start(queue, chunks_kernel<kC, kN>, dim3(ceil_div(a.p.shape.value, kC), a.p.shape.heads, rows.long_items),
         kRowGroups * kC / kN, bytes, a, rows);
 }
@@ -649,14 +648,11 @@ void gated_delta(const GatedDelta& p, const StateRows& rows, const Queue& queue)
   a.betas = reinterpret_cast<float*>(a.totals + (size_t)p.max_rows * s.heads);
   if (rows.short_items) {
     const size_t bytes = RowMemory::bytes(a.padded);
-    allow_shared(rows_kernel, bytes);
     start(queue, rows_kernel, dim3(ceil_div(s.value, kColumns), s.heads, rows.short_items), kRowThreads, bytes, a,
           rows);
-    launched("gated_delta");
   }
   if (!rows.long_items) return;
   const size_t bytes = sizeof(float) * 2 * kChunkRows * a.stride + sizeof(double) * a.group * kChunkRows;
-  allow_shared(products_kernel, bytes);
   start(queue, products_kernel, dim3(rows.chunk_count, s.key_heads), 128, bytes, a, rows);
   // The fewest parts of a head that occupy the GPU: each of them loads the chunk's keys and products.
   const int heads = s.heads * rows.long_items, sms = sm_count();
@@ -664,7 +660,6 @@ void gated_delta(const GatedDelta& p, const StateRows& rows, const Queue& queue)
   else if (s.value > 32 && 2 * heads * ceil_div(s.value, 64) >= 3 * sms) launch_chunks<64, 4>(a, rows, queue);
   else launch_chunks<32, 4>(a, rows, queue);
   start(queue, keep_rows_kernel, dim3(s.key_heads, rows.long_items), 128, 0, a, rows);
-  launched("gated_delta");
 }
 
 }  // namespace as::cuda

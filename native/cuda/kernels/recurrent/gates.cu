@@ -38,12 +38,10 @@ void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, int rows
   const int heads = width / norm.head_dim;
   start(queue, gated_rms_norm_kernel, dim3(ceil_div(heads, kThreads / 32), rows), kThreads, 0, x, gate, norm, heads,
         width);
-  launched("gated_rms_norm");
 }
 
 void sigmoid_gate(float* x, const float* gate, size_t count, const Queue& queue) {
   start(queue, sigmoid_gate_kernel, dim3(ceil_div(count, kThreads)), kThreads, 0, x, gate, count);
-  launched("sigmoid_gate");
 }
 
 }  // namespace as::cuda

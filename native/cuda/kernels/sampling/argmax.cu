@@ -72,7 +72,6 @@ __global__ void __launch_bounds__(kThreads) argmax_kernel(const float* logits, i
 void argmax(const float* logits, int width, int rows, Argmax* best, const Queue& queue) {
   const auto kernel = width % 4 ? argmax_kernel<false> : argmax_kernel<true>;
   start(queue, kernel, dim3(kArgmaxParts, rows), kThreads, 0, logits, width, best);
-  launched("argmax");
 }
 
 }  // namespace as::cuda

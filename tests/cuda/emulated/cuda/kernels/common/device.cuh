@@ -176,7 +176,6 @@ inline float __uint_as_float(unsigned bits) {
 namespace as {
 namespace cuda {
 
-inline void launched(const char*) {}
 inline void after_previous() {}
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 
