@@ -1,4 +1,4 @@
-// Hopper instructions: wgmma with both operands in shared memory, bulk copies, and their barriers.
+// Hopper instructions: wgmma, bulk copies, and their barriers.
 #pragma once
 #include "cuda/kernels/common/waits.cuh"
 
@@ -126,6 +126,10 @@ __device__ inline uint64_t descriptor_of_columns(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kBlockBytes >> 4) << 16 |
          (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
 }
+// Descriptor of rows of blocks of bytes (gemm_integer.h): 64-byte swizzle, 512 bytes from eight rows to the next.
+__device__ inline uint64_t byte_descriptor(uint32_t address) {
+  return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kBlock >> 4) << 32 | 2ull << 62;
+}
 // The descriptor of an operand `bytes` bytes further on.
 __device__ inline uint64_t further(uint64_t descriptor, int bytes) {
   return descriptor & ~0ull << 32 | ((uint32_t)descriptor + (bytes >> 4));
@@ -143,13 +147,34 @@ __device__ inline void settle(float (&d)[kValues]) {
 #pragma unroll
   for (int i = 0; i < kValues; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+template <int kValues>
+__device__ inline void settle(int (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) asm volatile("" : "+r"(d[i])::"memory");
+}
 
-// d [64, N] (+)= a [64, 16] b [N, 16]^T by a warpgroup; if `keeps` is 0, d is overwritten. Number i of a thread belongs
-// to row 16 * warp + lane / 4 + 8 * (i % 4 / 2) and column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
+// d [64, N] (+)= a [64, K] b [N, K]^T by a warpgroup; if `keeps` is 0, d is overwritten. Number i of a thread belongs
+// to row 16 * warp + lane / 4 + 8 * (i % 4 / 2) and column 8 * (i / 4) + 2 * (lane % 4) + i % 2. K is 16, of bytes 32.
+//   - Both operands in shared memory: 16-bit floats; e4m3; integers, which are signed 8-bit activations and unsigned
+//     quantized values, the latter as the second operand or (QuantTile) as the first.
+//   - a in registers, each warp's 16 of 64 rows in the order of mma.sync's first operand: 16-bit floats; signed
+//     integers; 16-bit floats with b [K, N] by descriptor_of_columns().
 template <int N>
 struct Tile;
+template <int N>
+struct Float8Tile;
+template <int N>
+struct IntegerTile;
+template <int N>
+struct QuantTile;
+template <int N>
+struct RegisterTile;
+template <int N>
+struct ByteTile;
+template <int N>
+struct WeighedTile;
 
-// Names and operands of the sums' registers for the instruction's text, eight at a time.
+// Names and operands of the sums' registers for the instruction's text. c: constraint of a sum.
 #define AS_NAMES_4 "%0, %1, %2, %3"
 #define AS_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define AS_NAMES_16 AS_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -167,73 +192,71 @@ struct Tile;
 #define AS_NAMES_112 AS_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define AS_NAMES_120 AS_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define AS_NAMES_128 AS_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define AS_EIGHT(i)                                                                                           \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
-#define AS_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-#define AS_SUMS_8 AS_EIGHT(0)
-#define AS_SUMS_16 AS_SUMS_8, AS_EIGHT(8)
-#define AS_SUMS_24 AS_SUMS_16, AS_EIGHT(16)
-#define AS_SUMS_32 AS_SUMS_24, AS_EIGHT(24)
-#define AS_SUMS_40 AS_SUMS_32, AS_EIGHT(32)
-#define AS_SUMS_48 AS_SUMS_40, AS_EIGHT(40)
-#define AS_SUMS_56 AS_SUMS_48, AS_EIGHT(48)
-#define AS_SUMS_64 AS_SUMS_56, AS_EIGHT(56)
-#define AS_SUMS_72 AS_SUMS_64, AS_EIGHT(64)
-#define AS_SUMS_80 AS_SUMS_72, AS_EIGHT(72)
-#define AS_SUMS_88 AS_SUMS_80, AS_EIGHT(80)
-#define AS_SUMS_96 AS_SUMS_88, AS_EIGHT(88)
-#define AS_SUMS_104 AS_SUMS_96, AS_EIGHT(96)
-#define AS_SUMS_112 AS_SUMS_104, AS_EIGHT(104)
-#define AS_SUMS_120 AS_SUMS_112, AS_EIGHT(112)
-#define AS_SUMS_128 AS_SUMS_120, AS_EIGHT(120)
-// a, b, adds: the operands' numbers, which follow the `count` sums.
-#define AS_TILE(n, count, a, b, adds)                                                                    \
-  template <>                                                                                            \
-  struct Tile<n> {                                                                                       \
-    static __device__ void multiply(float (&d)[count], uint64_t left, uint64_t right, int keeps) {       \
-      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                             \
-                   ", 0;\n"                                                                              \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT \
-                   " {" AS_NAMES_##count "}, %" #a ", %" #b ", p, 1, 1, 0, 0; }"                         \
-                   : AS_SUMS_##count                                                                     \
-                   : "l"(left), "l"(right), "r"(keeps));                                                 \
-    }                                                                                                    \
+#define AS_FOUR(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define AS_SUMS_4(c) AS_FOUR(c, 0)
+#define AS_SUMS_8(c) AS_FOUR(c, 0), AS_FOUR(c, 4)
+#define AS_SUMS_16(c) AS_SUMS_8(c), AS_FOUR(c, 8), AS_FOUR(c, 12)
+#define AS_SUMS_24(c) AS_SUMS_16(c), AS_FOUR(c, 16), AS_FOUR(c, 20)
+#define AS_SUMS_32(c) AS_SUMS_24(c), AS_FOUR(c, 24), AS_FOUR(c, 28)
+#define AS_SUMS_40(c) AS_SUMS_32(c), AS_FOUR(c, 32), AS_FOUR(c, 36)
+#define AS_SUMS_48(c) AS_SUMS_40(c), AS_FOUR(c, 40), AS_FOUR(c, 44)
+#define AS_SUMS_56(c) AS_SUMS_48(c), AS_FOUR(c, 48), AS_FOUR(c, 52)
+#define AS_SUMS_64(c) AS_SUMS_56(c), AS_FOUR(c, 56), AS_FOUR(c, 60)
+#define AS_SUMS_72(c) AS_SUMS_64(c), AS_FOUR(c, 64), AS_FOUR(c, 68)
+#define AS_SUMS_80(c) AS_SUMS_72(c), AS_FOUR(c, 72), AS_FOUR(c, 76)
+#define AS_SUMS_88(c) AS_SUMS_80(c), AS_FOUR(c, 80), AS_FOUR(c, 84)
+#define AS_SUMS_96(c) AS_SUMS_88(c), AS_FOUR(c, 88), AS_FOUR(c, 92)
+#define AS_SUMS_104(c) AS_SUMS_96(c), AS_FOUR(c, 96), AS_FOUR(c, 100)
+#define AS_SUMS_112(c) AS_SUMS_104(c), AS_FOUR(c, 104), AS_FOUR(c, 108)
+#define AS_SUMS_120(c) AS_SUMS_112(c), AS_FOUR(c, 112), AS_FOUR(c, 116)
+#define AS_SUMS_128(c) AS_SUMS_120(c), AS_FOUR(c, 120), AS_FOUR(c, 124)
+#define AS_MULTIPLY(n, types, count, left, b, adds, tail)                                                            \
+  "{ .reg .pred p;\nsetp.ne.b32 p, %" #adds ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n types " {" AS_NAMES_##count \
+      "}, " left ", %" #b ", p" tail "; }"
+// a0 to adds: the operands' numbers, which follow the `count` sums.
+#define AS_TILE(tile, sum, c, types, tail, n, count, a, b, adds)                                 \
+  template <>                                                                                    \
+  struct tile<n> {                                                                               \
+    static __device__ void multiply(sum (&d)[count], uint64_t left, uint64_t right, int keeps) { \
+      asm volatile(AS_MULTIPLY(n, types, count, "%" #a, b, adds, tail)                           \
+                   : AS_SUMS_##count(c)                                                          \
+                   : "l"(left), "l"(right), "r"(keeps));                                         \
+    }                                                                                            \
   };
-AS_TILE(8, 4, 4, 5, 6)
-AS_TILE(16, 8, 8, 9, 10)
-AS_TILE(32, 16, 16, 17, 18)
-AS_TILE(64, 32, 32, 33, 34)
-AS_TILE(112, 56, 56, 57, 58)
-AS_TILE(128, 64, 64, 65, 66)
-AS_TILE(144, 72, 72, 73, 74)
-AS_TILE(160, 80, 80, 81, 82)
-AS_TILE(176, 88, 88, 89, 90)
-AS_TILE(192, 96, 96, 97, 98)
-AS_TILE(208, 104, 104, 105, 106)
-AS_TILE(224, 112, 112, 113, 114)
-AS_TILE(240, 120, 120, 121, 122)
-AS_TILE(256, 128, 128, 129, 130)
-#undef AS_TILE
-
-// d [64, N] (+)= a [64, 16] b [16, N] by a warpgroup: a in registers in mma.sync's order, b by descriptor_of_columns().
-template <int N>
-struct WeighedTile;
-#define AS_TILE(n, count, a0, a1, a2, a3, b, adds)                                                             \
-  template <>                                                                                                  \
-  struct WeighedTile<n> {                                                                                      \
-    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right, int keeps) { \
-      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                   \
-                   ", 0;\n"                                                                                    \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT       \
-                   " {" AS_NAMES_##count "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1; }" \
-                   : AS_SUMS_##count                                                                           \
-                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));          \
-    }                                                                                                          \
+#define AS_REGISTER_TILE(tile, sum, c, types, tail, n, count, a0, a1, a2, a3, b, adds)                       \
+  template <>                                                                                                \
+  struct tile<n> {                                                                                           \
+    static __device__ void multiply(sum (&d)[count], const uint32_t (&left)[4], uint64_t right, int keeps) { \
+      asm volatile(AS_MULTIPLY(n, types, count, "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}", b, adds, tail)   \
+                   : AS_SUMS_##count(c)                                                                      \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));        \
+    }                                                                                                        \
   };
-AS_TILE(64, 32, 32, 33, 34, 35, 36, 37)
-AS_TILE(128, 64, 64, 65, 66, 67, 68, 69)
-#undef AS_TILE
+#define AS_FLOATS "k16.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT
+#define AS_TILES(n, count, i0, i1, i2, i3, i4, i5)                                                      \
+  AS_TILE(Tile, float, "+f", AS_FLOATS, ", 1, 1, 0, 0", n, count, i0, i1, i2)                           \
+  AS_TILE(Float8Tile, float, "+f", "k32.f32.e4m3.e4m3", ", 1, 1", n, count, i0, i1, i2)                 \
+  AS_TILE(IntegerTile, int, "+r", "k32.s32.s8.u8", "", n, count, i0, i1, i2)                            \
+  AS_TILE(QuantTile, int, "+r", "k32.s32.u8.s8", "", n, count, i0, i1, i2)                              \
+  AS_REGISTER_TILE(RegisterTile, float, "+f", AS_FLOATS, ", 1, 1, 0", n, count, i0, i1, i2, i3, i4, i5) \
+  AS_REGISTER_TILE(ByteTile, int, "+r", "k32.s32.s8.s8", "", n, count, i0, i1, i2, i3, i4, i5)          \
+  AS_REGISTER_TILE(WeighedTile, float, "+f", AS_FLOATS, ", 1, 1, 1", n, count, i0, i1, i2, i3, i4, i5)
+AS_TILES(8, 4, 4, 5, 6, 7, 8, 9)
+AS_TILES(16, 8, 8, 9, 10, 11, 12, 13)
+AS_TILES(32, 16, 16, 17, 18, 19, 20, 21)
+AS_TILES(64, 32, 32, 33, 34, 35, 36, 37)
+AS_TILES(80, 40, 40, 41, 42, 43, 44, 45)
+AS_TILES(96, 48, 48, 49, 50, 51, 52, 53)
+AS_TILES(112, 56, 56, 57, 58, 59, 60, 61)
+AS_TILES(128, 64, 64, 65, 66, 67, 68, 69)
+AS_TILES(144, 72, 72, 73, 74, 75, 76, 77)
+AS_TILES(160, 80, 80, 81, 82, 83, 84, 85)
+AS_TILES(176, 88, 88, 89, 90, 91, 92, 93)
+AS_TILES(192, 96, 96, 97, 98, 99, 100, 101)
+AS_TILES(208, 104, 104, 105, 106, 107, 108, 109)
+AS_TILES(224, 112, 112, 113, 114, 115, 116, 117)
+AS_TILES(240, 120, 120, 121, 122, 123, 124, 125)
+AS_TILES(256, 128, 128, 129, 130, 131, 132, 133)
 
 // The next stage of a pipeline, and the parity of its barriers, which changes with each pass over all stages.
 template <int kStages>

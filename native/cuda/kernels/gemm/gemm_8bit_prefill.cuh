@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/gemm/epilogue_8bit.cuh"
 #include "cuda/kernels/gemm/epilogue_rows.cuh"
 #include "cuda/kernels/gemm/tile_scheduler.cuh"

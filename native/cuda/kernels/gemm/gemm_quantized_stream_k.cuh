@@ -15,7 +15,7 @@
 #pragma once
 #include <algorithm>
 
-#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/gemm/epilogue_columns.cuh"
 #include "cuda/kernels/gemm/quant_fragments.cuh"
 #include "cuda/kernels/gemm/quantize_chunks.cuh"

@@ -8,7 +8,7 @@
 // and send sums to the cluster's first CTA, which adds them in ascending order.
 #include <algorithm>
 
-#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/gemm/epilogue.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 #include "cuda/kernels/gemm/gemv_plan.h"

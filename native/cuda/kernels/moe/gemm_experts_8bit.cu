@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/gemm/gemm_integer.h"
 #include "cuda/kernels/moe/copy_stages.cuh"
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/kernels/common/wgmma_registers.cuh"
+#include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/moe/copy_stages.cuh"
 
 namespace as::cuda {
