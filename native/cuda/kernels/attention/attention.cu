@@ -421,7 +421,6 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
   if (algo == AttentionAlgo::wgmma) attend_prefill_wgmma(a, tiles, count, rope, queue);
   else if (algo == AttentionAlgo::simt)
     start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
-  else if (a.cache.bits() <= 8) attend_prefill_quantized(a, tiles, count, queue);
   else attend_prefill_mma(a, tiles, count, queue);
 }
 

@@ -14,6 +14,5 @@ void attend_prefill_mma(const Attention& a, const AttentionTile* tiles, int coun
 }  // namespace AS_DTYPE16
 void attend_decode_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
                              const Rope* rope, const Queue& queue);
-void attend_prefill_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
 }  // namespace as::cuda
