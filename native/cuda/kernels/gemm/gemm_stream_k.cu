@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
-#include "cuda/kernels/gemm/epilogue.cuh"
+#include "cuda/kernels/gemm/epilogue_columns.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
 
 namespace as::cuda {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     barriers_are_there();
   }
   __syncthreads();
-  const int group = warpgroup(), thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const int group = warpgroup(), thread = threadIdx.x % 128;
 
   // The first thread of each warpgroup issues the copies of the group's weights and of some blocks of the rows. A
   // single thread would take longer to issue all copies than they take.
@@ -168,25 +168,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (threadIdx.x == 0) set_flag(scratch.flags + blockIdx.x, 1);
       continue;
     }
-    // Value i of a thread belongs to row i / 4 * 8 + lane % 4 * 2 + i % 2. A gate and its up value are i and i + 2.
-    const int row = part.tile % row_tiles * kRows + lane % 4 * 2;
-    const int column_block = part.tile / row_tiles * kGroups + group, core = thread / 32 * 16 + lane / 4;
-    if (p.gated) {
-      const int column = column_block * (kBlock / 2) + core / 16 * 8 + core % 16;
-#pragma unroll
-      for (int i = 0; i < kValues; i += 4)
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-          if (const int at = row + i / 4 * 8 + j; at < rows && column < p.y.width)
-            finish_gated(p, at, column, d[i + j], d[i + 2 + j]);
-    } else {
-      constexpr int kTogether = kValues < 8 ? kValues : 8;
-#pragma unroll
-      for (int i = 0; i < kValues; i += kTogether)
-        finish<kTogether>(p, rows, p.w.n, d + i, [&](int j) {
-          return Place{row + (i + j) / 4 * 8 + j % 2, column_block * kBlock + core + j % 4 / 2 * 8};
-        });
-    }
+    epilogue_columns<SumScales::none>(p, rows, part.tile % row_tiles * kRows, part.tile / row_tiles * kGroups + group,
+                                      d, nullptr);
   }
 #endif
 }
