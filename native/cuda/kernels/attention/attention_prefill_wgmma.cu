@@ -8,6 +8,7 @@
 #include "cuda/kernels/attention/attention.cuh"
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
 #include "cuda/kernels/common/exchange.cuh"
+#include "cuda/kernels/common/pipeline.cuh"
 #include "cuda/kernels/common/wgmma.cuh"
 
 namespace as::cuda {
@@ -42,10 +43,6 @@ struct Barriers {
 // Makes shared memory that threads wrote visible to wgmma. Computing warps call it for copied data: in copying warps it
 // would wait for all copies in flight.
 __device__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Arrives once all copies that this thread has issued are complete.
-__device__ void arrive_with_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 // Addresses of the stages' barriers, in registers: otherwise the compiler recomputes them for each use.
 struct Stages {
   uint32_t full, empty;

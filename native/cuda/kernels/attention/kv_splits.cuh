@@ -193,14 +193,6 @@ __device__ inline void leave_part(const Attention& a, const KvSplits& splits) {
       : "memory");
 }
 
-__device__ inline float4 load_shared_four(uint32_t address) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
 // Two adjacent values of a result.
 __device__ inline void put_two(const Rows& out, int row, int column, float first, float second) {
   if (out.tiles)
@@ -257,7 +249,7 @@ __device__ void merge_part(const Attention& a, const Part& part, Shared& shared,
       __syncwarp();
 #pragma unroll 4
       for (int i = 0; i < count; i++) {
-        const float4 factor = factors[i], split = load_shared_four(memory + i * kWide * 4);
+        const float4 factor = factors[i], split = load_floats(memory + i * kWide * 4);
         sum = merged(sum, factor.x, factor.z, factor.y);
         total.x = merged(total.x, factor.x, split.x, factor.y), total.y = merged(total.y, factor.x, split.y, factor.y);
         total.z = merged(total.z, factor.x, split.z, factor.y), total.w = merged(total.w, factor.x, split.w, factor.y);

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <string>
+#include <type_traits>
 
 #include "cuda/kernels/common/dtype16.h"
 #include "cuda/kernels/common/errors.h"
@@ -127,6 +128,13 @@ __device__ inline uint32_t to_dtype16x2(float low, float high) {
   else asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
+// A checkpoint's value: float, __half or __nv_bfloat16.
+template <typename T>
+__device__ float widened(T x) {
+  if constexpr (sizeof(T) == 4) return x;
+  else if constexpr (std::is_same_v<T, __half>) return __half2float(x);
+  else return __bfloat162float(x);
+}
 __device__ inline float low_of(uint32_t pair) { return from_dtype16((uint16_t)pair); }
 __device__ inline float high_of(uint32_t pair) {
   return kDType16 == DType16::bf16 ? __uint_as_float(pair & 0xffff0000u) : from_dtype16((uint16_t)(pair >> 16));
@@ -162,10 +170,12 @@ __device__ inline void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
-// Copies 16 bytes from global memory asynchronously, or writes zeros.
-__device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
-  const int bytes = there ? 16 : 0;
+// Copies 16 bytes from global memory asynchronously: the first `bytes` and zeros behind them, all of them or zeros.
+__device__ inline void copy_up_to_16(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
+  copy_up_to_16(to, from, there ? 16 : 0);
 }
 // The same of 4 bytes.
 __device__ inline void copy_4(uint32_t to, const void* from, bool there) {
@@ -182,6 +192,14 @@ __device__ inline void wait_copies() {
 __device__ inline uint4 load_16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ inline float4 load_floats(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 __device__ inline uint32_t load_4(uint32_t address) {

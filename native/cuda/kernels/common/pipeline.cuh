@@ -30,11 +30,6 @@ __device__ inline void wait_barrier(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Copies `bytes` of 16 bytes and writes zeros behind them.
-__device__ inline void copy_up_to_16(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 // A position in a pipeline whose number of stages is known at launch.
 struct PipelineStage {
   int stage = 0, parity = 0;

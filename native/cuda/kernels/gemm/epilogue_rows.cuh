@@ -60,12 +60,6 @@ __device__ inline void ask_for_added(const GemmArgs& p, int rows, int first_row,
   }
 }
 
-__device__ inline float4 load_four(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
-  return v;
-}
-
 // Writes a warpgroup's 64 rows without gating: with a bias, or added to y. Lanes exchange two values of each 16
 // columns, so that each has four adjacent ones. The values to add are loaded for kAsked such fours at a time while the
 // previous ones are computed; single loads would expose each latency. bias: shared-memory address of the tile's biases.
@@ -106,7 +100,7 @@ __device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row,
                   second = __shfl_xor_sync(0xffffffffu, odd ? v[1] : v[3], 1);
       float4 four = odd ? make_float4(first, second, v[2], v[3]) : make_float4(v[0], v[1], first, second);
       if (row + 8 * h >= rows || 16 * at >= left) continue;
-      if (p.bias && kBiasShared) four = sum_of(four, load_four(bias + 64 * at));
+      if (p.bias && kBiasShared) four = sum_of(four, load_floats(bias + 64 * at));
       if (p.bias && !kBiasShared && p.adds)
         four = sum_of(four, *reinterpret_cast<const float4*>(p.bias + column + 16 * at));
       if (adds) four = sum_of(asked[step % 2][i], four);

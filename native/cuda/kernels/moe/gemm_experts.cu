@@ -5,8 +5,8 @@
 // With 16-bit weights, and with quantized weights, which are dequantized to bfloat16 in registers, each warp has its
 // own items: 32 columns and up to 64 entries. It copies its part of both operands to shared memory several stages
 // ahead, and on into its next item. These copies gather the rows.
+#include "cuda/kernels/gemm/gemm_f32.cuh"
 #include "cuda/kernels/moe/gemm_experts.cuh"
-#include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -186,48 +186,31 @@ void start_rows(const ExpertGemmArgs& e, int entries, int tile_rows, const Queue
   else start_tiles<Type, 8>(e, entries, queue);
 }
 
-// The float32 kernel, which is like gemm_f32.cu.
-constexpr int kTile = 64, kDepth = 16, kThreads = 256, kEach = 4;
-
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kTileThreads)
     gemm_experts_f32_kernel(const __grid_constant__ ExpertGemmArgs e, int columns) {
-  __shared__ float xs[kDepth][kTile + 1], ws[kDepth][kTile + 1];
   __shared__ int rows[kTile];
   const GemmArgs& p = e.gemm;
   const Routing& r = e.routing;
-  const int k = p.w.k, n = p.w.n, ty = threadIdx.x / 16, tx = threadIdx.x % 16;
+  const int k = p.w.k, n = p.w.n;
   after_previous();
   const int items = *r.tile_count * columns;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const ExpertTile tile = tile_at(r, item / columns);
     const int column0 = item % columns * kTile;
-    const float* weights = p.w.values + (size_t)tile.expert * n * k;
     if (threadIdx.x < kTile) {
       const int entry = tile.first + threadIdx.x;
       rows[threadIdx.x] = threadIdx.x >= tile.count ? -1 : e.gathers ? r.row_of[entry] : entry;
     }
     __syncthreads();
-    float sums[kEach][kEach] = {};
-    for (int k0 = 0; k0 < k; k0 += kDepth) {
-      for (int i = threadIdx.x; i < kTile * kDepth; i += kThreads) {
-        const int at = k0 + i % kDepth, row = rows[i / kDepth], column = column0 + i / kDepth;
-        xs[i % kDepth][i / kDepth] = row >= 0 && at < k ? p.x.values[(size_t)row * k + at] : 0.0f;
-        ws[i % kDepth][i / kDepth] = column < n && at < k ? weights[(size_t)column * k + at] : 0.0f;
-      }
-      __syncthreads();
-      const int depth = min(kDepth, k - k0);
-      for (int c = 0; c < depth; c++)
-#pragma unroll
-        for (int i = 0; i < kEach; i++)
-#pragma unroll
-          for (int j = 0; j < kEach; j++) sums[i][j] = fmaf(xs[c][ty + 16 * i], ws[c][tx + 16 * j], sums[i][j]);
-      __syncthreads();
-    }
+    float sums[kEach][kEach];
+    multiply_tile(
+        p.x.values, p.w.values + ((size_t)tile.expert * n + column0) * k, n - column0, k,
+        [&](int i) { return rows[i]; }, sums);
 #pragma unroll
     for (int i = 0; i < kEach; i++)
 #pragma unroll
       for (int j = 0; j < kEach; j++) {
-        const int slot = ty + 16 * i, column = column0 + tx + 16 * j;
+        const int slot = threadIdx.x / 16 + 16 * i, column = column0 + threadIdx.x % 16 + 16 * j;
         if (slot >= tile.count || column >= n) continue;
         const float bias = p.bias ? p.bias[(size_t)tile.expert * n + column] : 0.0f;
         put(p.y, tile.first + slot, column, p.bias ? __fadd_rn(sums[i][j], bias) : sums[i][j]);
@@ -242,7 +225,7 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
   if (w.kind == Kind::f32) {
     const int columns = ceil_div(w.n, kTile);
     const int grid = std::min(max_items(p, entries, kTile, columns), 8 * sm_count());
-    start(queue, gemm_experts_f32_kernel, grid, kThreads, 0, p, columns);
+    start(queue, gemm_experts_f32_kernel, grid, kTileThreads, 0, p, columns);
     return;
   }
   if (w.takes_bytes()) return gemm_experts_8bit(p, entries, tile_rows, queue);

@@ -95,25 +95,18 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
   }
 }
 
-__global__ void silu_mul_kernel(const float* in, Gating gating, Rows out) {
-  after_previous();
-  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
-  if (i >= out.width) return;
-  const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
-  put(out, row, i, gated_by(gating, gate, up));
-}
-
 __device__ float gelu_tanh(float x) {
   constexpr float kRoot = 0.7978845608028654f;  // square root of 2 / pi
   return 0.5f * x * (1.0f + tanhf(kRoot * (x + 0.044715f * x * x * x)));
 }
 
-__global__ void gelu_tanh_mul_kernel(const float* in, Rows out) {
+template <bool kGelu>
+__global__ void gate_kernel(const float* in, Gating gating, Rows out) {
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= out.width) return;
   const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
-  put(out, row, i, gelu_tanh(gate) * up);
+  put(out, row, i, kGelu ? gelu_tanh(gate) * up : gated_by(gating, gate, up));
 }
 
 // chosen: the source of each row; null: the same row. Padding of tiles becomes zero: the memory may hold NaNs of rows
@@ -152,11 +145,11 @@ void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const
 }
 
 void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue) {
-  start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, gating, out);
+  start(queue, gate_kernel<false>, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, gating, out);
 }
 
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
-  start(queue, gelu_tanh_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, out);
+  start(queue, gate_kernel<true>, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, Gating(), out);
 }
 
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {

@@ -9,28 +9,20 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void add_kernel(float* x, const float* y, size_t count) {
+enum class Each { add, multiply, scale, soft_cap };
+template <Each kWhat>
+__global__ void each_kernel(float* x, const float* y, float factor, size_t count) {
   after_previous();
   const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] += y[i];
+  if (i >= count) return;
+  if constexpr (kWhat == Each::add) x[i] += y[i];
+  if constexpr (kWhat == Each::multiply) x[i] *= y[i];
+  if constexpr (kWhat == Each::scale) x[i] *= factor;
+  if constexpr (kWhat == Each::soft_cap) x[i] = factor * tanhf(x[i] / factor);
 }
-
-__global__ void multiply_kernel(float* x, const float* y, size_t count) {
-  after_previous();
-  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] *= y[i];
-}
-
-__global__ void scale_kernel(float* x, float factor, size_t count) {
-  after_previous();
-  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] *= factor;
-}
-
-__global__ void soft_cap_kernel(float* x, float cap, size_t count) {
-  after_previous();
-  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] = cap * tanhf(x[i] / cap);
+template <Each kWhat>
+void start_each(float* x, const float* y, float factor, size_t count, const Queue& queue) {
+  start(queue, each_kernel<kWhat>, ceil_div(count, kThreads), kThreads, 0, x, y, factor, count);
 }
 
 // A sum over a CTA, returned in all of its threads.
@@ -136,20 +128,15 @@ __global__ void scale_queries_kernel(Attention a, const int* positions, double b
 
 }  // namespace
 
-void add(float* x, const float* y, size_t count, const Queue& queue) {
-  start(queue, add_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
-}
-
+void add(float* x, const float* y, size_t count, const Queue& queue) { start_each<Each::add>(x, y, 0, count, queue); }
 void multiply(float* x, const float* y, size_t count, const Queue& queue) {
-  start(queue, multiply_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
+  start_each<Each::multiply>(x, y, 0, count, queue);
 }
-
 void scale(float* x, float factor, size_t count, const Queue& queue) {
-  start(queue, scale_kernel, ceil_div(count, kThreads), kThreads, 0, x, factor, count);
+  start_each<Each::scale>(x, nullptr, factor, count, queue);
 }
-
 void soft_cap(float* x, float cap, size_t count, const Queue& queue) {
-  start(queue, soft_cap_kernel, ceil_div(count, kThreads), kThreads, 0, x, cap, count);
+  start_each<Each::soft_cap>(x, nullptr, cap, count, queue);
 }
 
 void qk_square_sums(const float* x, int width, const QkColumns& columns, int rows, float* sums, const Queue& queue) {

@@ -7,13 +7,6 @@ namespace AS_DTYPE16 {
 namespace {
 
 template <typename T>
-__device__ float widened(T x) {
-  if constexpr (sizeof(T) == 4) return x;
-  else if constexpr (std::is_same_v<T, __half>) return __half2float(x);
-  else return __bfloat162float(x);
-}
-
-template <typename T>
 __global__ void pack_kernel(const T* rows, int64_t stride, Matrix m, int first, unsigned long long* bad) {
   after_previous();
   const int row = blockIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;

@@ -11,13 +11,6 @@ namespace {
 
 constexpr int kMaxRows = 65535;  // rows of a grid
 
-template <typename T>
-__device__ float widened(T x) {
-  if constexpr (sizeof(T) == 4) return x;
-  else if constexpr (std::is_same_v<T, __half>) return __half2float(x);
-  else return __bfloat162float(x);
-}
-
 // A quantized value is (x / 2 - half_offset) * factor + middle. Values are halved because their range may pass the
 // largest float.
 struct Range {
