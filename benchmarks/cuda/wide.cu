@@ -71,8 +71,11 @@ struct Problem {
 
 Queue queue{nullptr, 90};
 std::vector<Choice> choices(const Problem& a) {
-  if (SplitK(a.p.w.k, a.p.w.max_split_k).count == 1) return {std::begin(kByOne), std::end(kByOne)};
-  return {std::begin(kSplitTiles), std::end(kSplitTiles)};
+  const bool one = SplitK(a.p.w.k, a.p.w.max_split_k).count == 1;
+  std::vector<Choice> found;
+  for (const Choice& choice : kTiles)
+    if ((choice.sums == Sums::whole) == one) found.push_back(choice);
+  return found;
 }
 // choice: null for what gemm_prefill() chooses, &kSplit for the kernel of some rows.
 const Choice kSplit{};

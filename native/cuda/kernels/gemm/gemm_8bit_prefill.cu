@@ -334,7 +334,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 bool tells_late[3] = {false, false, true};
-constexpr int kHandOver = 4000;  // nanoseconds to wait for another cluster's sums and to leave sums for a third
 
 template <typename S>
 struct Kernel {
@@ -346,22 +345,15 @@ struct Kernel {
     return count;
   }
   static int k_parts_of(const Matrix& w) { return S::kBeside ? SplitK(w.k, w.max_split_k).count : 1; }
-  // Plans which clusters compute which tiles, and returns the estimated nanoseconds. nanoseconds: of one step. If the
-  // last round would leave many clusters idle, all clusters share the tiles of the last two rounds, provided that tiles
-  // have several split-K parts.
+  // nanoseconds: of one step. Clusters share tiles only if these have several split-K parts.
   static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
     const SplitK k(w.k, w.max_split_k);
     *walk = walk_of<S>(rows, k, w.n);
-    const int most = clusters(k_parts_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
-    const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep), tile = steps * nanoseconds + S::kEnd,
-                  whole = turns * tile;
-    if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchCtas) return whole;
-    const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((most + over) * units, most);
-    const int64_t shared =
-        (turns - 2) * tile + (int64_t)part * ceil_div(walk->unit, kStep) * nanoseconds + 2 * S::kEnd + kHandOver;
-    if (shared >= whole) return whole;
-    walk->whole = count - most - over;
-    return shared;
+    const int most = clusters(k_parts_of(w));
+    const auto steps = [&](int blocks) { return (int64_t)ceil_div(blocks, kStep) * nanoseconds; };
+    return plan_walk(*walk, k.blocks, most,
+                     {steps(S::kBeside ? k.length : k.blocks) + S::kEnd, steps(walk->unit), S::kEnd},
+                     S::kSums == Sums::chained && most * S::kSharers <= kScratchCtas, false);
   }
   static int64_t cost(const Matrix& w, int rows, int nanoseconds) {
     Walk walk;
@@ -378,14 +370,7 @@ struct Kernel {
   }
 };
 
-// A kernel and the nanoseconds of one of its steps on an H200.
-struct Choice {
-  int columns;
-  Sums sums;
-  int down, across, nanoseconds;
-  int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
-  void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
-};
+// Nanoseconds of a step on an H200.
 // Estimated from cycles of 0.67 ns, the clock that the power limit allows: of tensor cores, of shared memory (128 bytes
 // per cycle), and of the L2 cache (38 bytes per cycle for each SM).
 template <Form kForm, int kColumns, Sums kSums, int kDown, int kAcross>
@@ -423,20 +408,6 @@ constexpr Choice kOfIntegers[] = {
     choice<Form::integers, 128, Sums::chained, 2, 1>(), choice<Form::integers, 144, Sums::beside, 1, 1>(),
     choice<Form::integers, 192, Sums::beside, 1, 1>(),
 };
-
-template <int kCount>
-void start_best(const Choice (&choices)[kCount], const GemmArgs& p, int rows, const Queue& queue) {
-  const SplitK k(p.w.k, p.w.max_split_k);
-  const Choice* best = nullptr;
-  int64_t least = INT64_MAX;
-  for (const Choice& choice : choices) {
-    const bool beside = choice.sums == Sums::beside;
-    if ((choice.sums == Sums::whole) != (k.count == 1) || (beside && k.count > kMaxSplitK)) continue;
-    const int64_t cost = choice.cost(p.w, rows, choice.nanoseconds);
-    if (cost < least) best = &choice, least = cost;
-  }
-  best->start(p, rows, best->nanoseconds, queue);
-}
 
 }  // namespace
 

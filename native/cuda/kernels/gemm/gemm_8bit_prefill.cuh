@@ -20,9 +20,6 @@ constexpr int kBandRows = 2048;
 // Stride of rows of sums in shared memory: stores to two adjacent columns of each of eight rows have no bank conflicts.
 AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 
-// Split-K parts of a sum: there is only one, or a CTA adds one after the other, or CTAs of a cluster compute one each.
-enum class Sums { whole, chained, beside };
-
 // Integers, and floats with a scale for each row or for each group, which is a step of K then; float_blocks: and all
 // rows of a block have the same scales (has_block_scales()), so that fewer products of scales are to be computed.
 enum class Form { integers, floats, float_groups, float_blocks };
@@ -62,18 +59,13 @@ struct Shape {
   static constexpr int kAhead = kStages > 3 ? 2 : 1;
   // Nanoseconds of the epilogue of a tile.
   static constexpr int kEnd = kBeside ? 5000 : !kTotals ? 2000 : 28 * kColumns + (kKept < kTotals ? 2400 : 0);
+  static int unit_of(const SplitK& k) { return kBeside ? k.blocks : k.length; }
   // Each CTA of a cluster copies whole blocks of rows and whole groups of eight columns.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
   static_assert(!kScaled || (kColumns % kBlock == 0 && kStep * kBlock == kFloatGroup));
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
   static_assert(kAhead < kStages && kBand > 0 && kWorkers * kTotals <= (int)kScratchFloats);
 };
-
-template <typename S>
-Walk walk_of(int rows, const SplitK& k, int columns) {
-  const int down = ceil_div(rows, S::kDown * S::kTileRows), across = ceil_div(columns, S::kAcross * S::kColumns);
-  return {down, across, down * across, S::kBeside ? k.blocks : k.length};
-}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kCopiers = 4;  // threads that copy

@@ -38,15 +38,10 @@ struct Shape {
   static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMaxShared / kStageBytes;
   static constexpr int kShared = kStages * kStageBytes;
   [[maybe_unused]] static constexpr int kBand = kBandRows / (kDown * kRows);
+  static int unit_of(const SplitK& k) { return kWhole ? 1 : k.length; }
   // Each CTA of a cluster copies whole groups of eight rows of the shared operands.
   static_assert(kColumns % (8 * kDown) == 0 && kRows % (8 * kAcross) == 0);
 };
-
-template <typename S>
-Walk walk_of(int rows, const SplitK& k, int columns) {
-  const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
-  return {down, across, down * across, S::kWhole ? 1 : k.length};
-}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // Shared memory of a CTA besides stages. A copying thread computes the parts of tiles: the divisions would delay the
@@ -306,8 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// kEnd: nanoseconds of a tile's epilogue; kHandOver: to wait for another cluster's sums and leave sums for a third.
-constexpr int kEnd = 2500, kHandOver = 4000;
+constexpr int kEnd = 2500;  // nanoseconds of a tile's epilogue
 
 template <typename S>
 struct Kernel {
@@ -316,74 +310,46 @@ struct Kernel {
     static const int count = clusters_at_once(gemm_prefill_kernel<S, false>, S::kCluster, kThreads, S::kShared);
     return count;
   }
-  // Plans which clusters compute which tiles, and returns the estimated nanoseconds. nanoseconds: of one block of K. If
-  // the last round would leave many clusters idle, all clusters share the tiles of the last two rounds, or of a single
-  // one if these have split-K parts.
-  static int64_t plan(int rows, const Matrix& w, const SplitK& k, int nanoseconds, Walk* walk) {
+  // nanoseconds: of one block of K.
+  static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
+    const SplitK k(w.k, w.max_split_k);
     *walk = walk_of<S>(rows, k, w.n);
-    const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
-    const int64_t tile = (int64_t)k.blocks * nanoseconds + kEnd, whole = turns * tile;
-    // With less than most of a tile for each cluster, clusters would wait for one another.
-    const bool alone = turns == 1, shares = alone ? !S::kWhole && 4 * count >= 3 * clusters() : true;
-    if (!shares || over == 0 || clusters() * S::kCluster > kScratchCtas) return whole;
-    const int units = ceil_div(k.blocks, walk->unit), tiles = alone ? count : clusters() + over;
-    const int part = ceil_div((size_t)tiles * units, clusters());
-    const int64_t shared =
-        (alone ? 0 : turns - 2) * tile + (int64_t)part * walk->unit * nanoseconds + 2 * kEnd + kHandOver;
-    if (shared >= whole) return whole;
-    walk->whole = count - tiles;
-    return shared;
+    const bool room = clusters() * S::kCluster <= kScratchCtas;
+    return plan_walk(*walk, k.blocks, clusters(),
+                     {(int64_t)k.blocks * nanoseconds + kEnd, (int64_t)walk->unit * nanoseconds, kEnd}, room,
+                     room && !S::kWhole);
   }
-  static int64_t cost(int rows, const Matrix& w, const SplitK& k, int nanoseconds) {
+  static int64_t cost(const Matrix& w, int rows, int nanoseconds) {
     Walk walk;
-    return plan(rows, w, k, nanoseconds, &walk);
+    return plan(w, rows, nanoseconds, &walk);
   }
   static void start(const GemmArgs& p, int rows, int nanoseconds, const Queue& queue) {
-    const SplitK k(p.w.k, p.w.max_split_k);
     Walk walk;
-    plan(rows, p.w, k, nanoseconds, &walk);
+    plan(p.w, rows, nanoseconds, &walk);
     const auto kernel = p.gated ? gemm_prefill_kernel<S, true> : gemm_prefill_kernel<S, false>;
     const int blocks = S::kCluster * (walk.whole == walk.count() ? std::min(walk.count(), clusters()) : clusters());
-    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
-                   queue.scratch);
+    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows,
+                   SplitK(p.w.k, p.w.max_split_k), walk, queue.scratch);
   }
 };
 
-// The shape of a tile, and the nanoseconds of one of its blocks of K on an H200: estimated from the rates of tensor
-// cores and shared memory, not measured one by one.
-struct Choice {
-  int columns, down, across, nanoseconds;
-  int64_t (*cost)(int rows, const Matrix& w, const SplitK& k, int nanoseconds);
-  void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
-};
-template <int kColumns, bool kWhole, int kDown, int kAcross>
+// Nanoseconds of a block of K on an H200: estimated from the rates of tensor cores and shared memory, not measured one
+// by one.
+template <int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice(int nanoseconds) {
-  using K = Kernel<Shape<kColumns, kWhole, kDown, kAcross>>;
-  return {kColumns, kDown, kAcross, nanoseconds, K::cost, K::start};
+  using K = Kernel<Shape<kColumns, kSums == Sums::whole, kDown, kAcross>>;
+  return {kColumns, kSums, kDown, kAcross, nanoseconds, K::cost, K::start};
 }
-constexpr Choice kSplitTiles[] = {choice<192, false, 2, 1>(590), choice<160, false, 2, 1>(510),
-                                  choice<128, false, 2, 1>(440), choice<128, false, 2, 2>(425),
-                                  choice<112, false, 2, 2>(370)};
-constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 2>(780), choice<192, true, 2, 1>(620)};
+constexpr Choice kTiles[] = {choice<192, Sums::chained, 2, 1>(590), choice<160, Sums::chained, 2, 1>(510),
+                             choice<128, Sums::chained, 2, 1>(440), choice<128, Sums::chained, 2, 2>(425),
+                             choice<112, Sums::chained, 2, 2>(370), choice<256, Sums::whole, 2, 1>(760),
+                             choice<256, Sums::whole, 2, 2>(780),   choice<192, Sums::whole, 2, 1>(620)};
 
 }  // namespace
 
 int prefill_clusters(DType16) { return Kernel<Shape<256, true, 2, 1>>::clusters(); }
 
-void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue) {
-  const SplitK k(p.w.k, p.w.max_split_k);
-  const Choice* best = nullptr;
-  int64_t least = INT64_MAX;
-  const auto consider = [&](const Choice& choice) {
-    const int64_t cost = choice.cost(rows, p.w, k, choice.nanoseconds);
-    if (cost < least) best = &choice, least = cost;
-  };
-  if (k.count == 1)
-    for (const Choice& choice : kByOne) consider(choice);
-  else
-    for (const Choice& choice : kSplitTiles) consider(choice);
-  best->start(p, rows, best->nanoseconds, queue);
-}
+void gemm_prefill(const GemmArgs& p, int rows, const Queue& queue) { start_best(kTiles, p, rows, queue); }
 
 }  // namespace AS_DTYPE16
 }  // namespace as::cuda

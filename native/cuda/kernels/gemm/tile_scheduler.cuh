@@ -1,7 +1,12 @@
-// The tile scheduler of prefill GEMMs: persistent CTAs compute one tile after the other, and share the tiles that
-// remain at the end equally. A CTA starts a shared tile long before the CTA that continues from its sums.
+// The tiles of prefill GEMMs and the choice of their shape. Persistent CTAs compute one tile after the other, and share
+// the tiles that remain at the end equally. A CTA starts a shared tile long before the CTA that continues from its
+// sums.
 #pragma once
+#include <algorithm>
+#include <cstdint>
+
 #include "cuda/kernels/common/wgmma.cuh"
+#include "cuda/kernels/gemm/gemm.h"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -13,6 +18,60 @@ struct Walk {
 
   AS_BOTH int count() const { return down * across; }
 };
+
+// Split-K parts of a sum: there is only one, or a CTA adds one after the other, or CTAs of a cluster compute one each.
+enum class Sums { whole, chained, beside };
+
+// S: a tile's shape (TileScheduler); unit_of(k): blocks of a unit.
+template <typename S>
+Walk walk_of(int rows, const SplitK& k, int columns) {
+  const int down = ceil_div(rows, S::kDown * S::kTileRows), across = ceil_div(columns, S::kAcross * S::kColumns);
+  return {down, across, down * across, S::unit_of(k)};
+}
+
+// Nanoseconds that a cluster takes: for a tile, for a unit of it, and for a tile's epilogue.
+struct TileTimes {
+  int64_t tile, unit, end;
+};
+constexpr int kHandOver = 4000;  // nanoseconds to wait for another cluster's sums and to leave sums for a third
+
+// Plans which of `clusters` clusters that run at once compute which tiles, and returns the estimated nanoseconds. If
+// the last round would leave many clusters idle, all share the tiles of the last two rounds (if `shares`), or of a
+// single one (if `shares_one`).
+inline int64_t plan_walk(Walk& walk, int blocks, int clusters, const TileTimes& times, bool shares, bool shares_one) {
+  const int count = walk.count(), over = count % clusters, turns = ceil_div(count, clusters);
+  const int64_t whole = turns * times.tile;
+  // With less than most of a tile for each cluster, clusters would wait for one another.
+  if (over == 0 || !(turns > 1 ? shares : shares_one && 4 * count >= 3 * clusters)) return whole;
+  const int tiles = turns > 1 ? clusters + over : count;
+  const int part = ceil_div((size_t)tiles * ceil_div(blocks, walk.unit), clusters);
+  const int64_t shared = std::max(turns - 2, 0) * times.tile + part * times.unit + 2 * times.end + kHandOver;
+  if (shared >= whole) return whole;
+  walk.whole = count - tiles;
+  return shared;
+}
+
+// A shape of tiles, the nanoseconds of one of its stages, and its kernel's estimate and launch.
+struct Choice {
+  int columns;
+  Sums sums;
+  int down, across, nanoseconds;
+  int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
+  void (*start)(const GemmArgs&, int rows, int nanoseconds, const Queue&);
+};
+template <int kCount>
+void start_best(const Choice (&choices)[kCount], const GemmArgs& p, int rows, const Queue& queue) {
+  const SplitK k(p.w.k, p.w.max_split_k);
+  const Choice* best = nullptr;
+  int64_t least = INT64_MAX;
+  for (const Choice& choice : choices) {
+    const bool fits = choice.sums != Sums::beside || k.count <= kMaxSplitK;
+    if ((choice.sums == Sums::whole) != (k.count == 1) || !fits) continue;
+    const int64_t cost = choice.cost(p.w, rows, choice.nanoseconds);
+    if (cost < least) best = &choice, least = cost;
+  }
+  best->start(p, rows, best->nanoseconds, queue);
+}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A CTA's part of a tile: its first row and column, and blocks [begin, end) of K.
