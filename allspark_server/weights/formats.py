@@ -71,7 +71,7 @@ class WeightFormat:
     @property
     def may_be_recovered(self) -> bool:
         """Whether weight_dtype="bfloat16" dequantizes a checkpoint's matrix."""
-        return self.is_mxfp4 or self.dtype == "e4m3"
+        return self.dtype in ("e4m3", "e2m1")
 
     @property
     def bits(self) -> int:

@@ -206,6 +206,10 @@ class Loader:
                 column=0 if columns.order is not None else columns.first, super_group=form.layout.super_group,
                 super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets),
                 packing=rows.packing, skipped=rows.skipped)
+            if bad and form.dtype == "e2m1":
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"tensor {tensor.name!r} in {tensor.file} holds {bad} scales that are not below 4, "
+                                    "which 4-bit floats on GPUs do not have; use weight_dtype='bfloat16'")
             if bad:
                 raise tensor.not_finite(bad, "values" if rows.packing == "rows" else "scales")
 

@@ -30,8 +30,9 @@ CudaExecutor::CudaExecutor(const CudaExecutor& other, std::shared_ptr<LogitSampl
 // Freeing memory on a thread that has not chosen a GPU would initialize GPU 0, which takes memory there.
 CudaExecutor::~CudaExecutor() { cudaSetDevice(device_.index()); }
 
-int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
-  const int id = weights_.add_matrix(rows, k, format, group, experts);
+int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts,
+                             const std::vector<int>& order) {
+  const int id = weights_.add_matrix(rows, k, format, group, experts, order);
   program_.add_matrix(rows, k, format, group);
   return id;
 }
@@ -240,7 +241,12 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
   Gemm gemm = gemm_of(p);
   gemm.fuses = m.takes_bytes();
-  if (m.takes_tiles()) p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype}, to_tiles(in.as<float>(), rows, p.x, queue);
+  if (m.takes_tiles()) {
+    const Rows plain = p.x;
+    p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
+    if (m.order) gather_columns(plain, m.order, rows, p.x, queue);
+    else to_tiles(in.as<float>(), rows, p.x, queue);
+  }
   const GemmChoice choice = choose_gemm(device_.chip(m.dtype), gemm, rows, algo);
   if (m.takes_bytes() && !choice.fused) quantize_activations(p, rows, queue);
   launch_gemm(p, rows, choice, queue);

@@ -24,7 +24,8 @@ class CudaExecutor : public Model {
                std::shared_ptr<Communicator> communicator = nullptr);
   ~CudaExecutor() override;
 
-  int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
+  int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1,
+                 const std::vector<int>& order = {});
   int add_vector(const std::vector<float>& values);
   // The matrix `id` of `other`, which is on the same GPU and must outlive its use.
   int share_matrix(const CudaExecutor& other, int id);

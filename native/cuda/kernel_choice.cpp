@@ -163,7 +163,8 @@ RowRanges<Choice> ranges_of(int most, const Choose& choose) {
 }
 
 auto key_of(const Matrix& w) {
-  return std::make_tuple(w.n, w.k, w.kind, w.dtype, w.quants.bits, w.quants.group, w.max_split_k, w.experts);
+  return std::make_tuple(w.n, w.k, w.kind, w.dtype, w.quants.bits, w.quants.codes, w.quants.group, w.max_split_k,
+                         w.experts);
 }
 
 auto key_of(const Gemm& g) {
@@ -343,7 +344,8 @@ std::string format_of(const Matrix& w) {
     case Kind::dtype16:
       return w.dtype == DType16::f16 ? "float16" : "bfloat16";
     case Kind::quantized:
-      return groups(w.quants.bits == 8 ? "int8" : "int4");
+      if (is_e2m1(w.quants.codes)) return "e2m1 in groups of " + std::to_string(w.quants.half());
+      return groups(w.quants.codes == Codes::nf4 ? "nf4" : w.quants.bits == 8 ? "int8" : "int4");
     case Kind::integers:
       return groups(w.quants.bits == 8 ? "w8a8" : "w4a8");
     case Kind::float8:

@@ -44,9 +44,9 @@ using Integers = py::array_t<int, py::array::c_style | py::array::forcecast>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Words16 = py::array_t<uint16_t, py::array::c_style>;
 
-int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& scales, const Words16& offsets, int bits,
-                       int64_t columns, int64_t group_size, int64_t row_offset, int64_t column,
-                       const py::kwargs& more) {
+int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& scales,
+                       const std::optional<Words16>& offsets, int bits, int64_t columns, int64_t group_size,
+                       int64_t row_offset, int64_t column, const py::kwargs& more) {
   if (more.contains("packing") && py::str(more["packing"]).cast<std::string>() != "rows")
     throw std::invalid_argument("quantized rows packed as " + py::str(more["packing"]).cast<std::string>() +
                                 " are not available on CUDA yet");
@@ -58,14 +58,14 @@ int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Words16& s
                 width = bits == 8 ? columns : (columns + 1) / 2;
   if (q.ndim() != 2 || q.shape(1) != width)
     throw std::invalid_argument("quantized rows must be [rows, " + std::to_string(width) + "] of a byte each");
-  for (const Words16* a : {&scales, &offsets})
+  for (const Words16* a : {&scales, offsets ? &*offsets : &scales})
     if (a->ndim() != 2 || a->shape(0) != q.shape(0) || a->shape(1) != groups)
       throw std::invalid_argument("fill_quantized: scales and offsets must be [rows, " + std::to_string(groups) +
                                   "] of 2 bytes each");
-  const HostQuants rows{bits, q.data(), scales.data(), offsets.data(), q.shape(0), columns, column, group};
+  const HostQuants rows{bits,       q.data(), scales.data(), offsets ? offsets->data() : nullptr,
+                        q.shape(0), columns,  column,        group};
   py::gil_scoped_release release;
-  e.weights().fill_quantized(id, rows, row_offset);
-  return 0;
+  return e.weights().fill_quantized(id, rows, row_offset);
 }
 
 // Rows of views with any distance between rows.
@@ -91,9 +91,12 @@ int64_t fill_mx(CudaExecutor& e, int id, const py::array& values, const py::arra
   return e.weights().fill_mx(id, rows, row_offset);
 }
 
-// The group size of a matrix of quantized values. Refuses scale layouts other than the default.
+// The group size of a matrix of quantized values. Refuses scale layouts other than the default; small floats have no
+// offsets.
 int group_of(const std::string& dtype, int group_size, const py::kwargs& layout) {
-  if (layout.size())
+  const bool small = dtype == "e2m1" || dtype == "nf4";
+  const bool no_offsets = layout.contains("zeros") && py::str(layout["zeros"]).cast<std::string>() == "none";
+  if (layout.size() > (small && no_offsets ? 1 : 0))
     throw std::invalid_argument("scales of weights of type " + dtype + " with " +
                                 py::str(layout.begin()->first).cast<std::string>() + "=" +
                                 py::str(layout.begin()->second).cast<std::string>() + " are not available on CUDA yet");
@@ -230,13 +233,13 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           "add_matrix",
           [](CudaExecutor& e, int n, int k, const std::string& dtype, int group_size, int experts,
              const std::vector<int>& order, const py::kwargs& layout) {
-            if (!order.empty()) throw std::invalid_argument("columns in another order are not available on CUDA yet");
             matrix_of(n, k, dtype, group_size, experts);  // refuses an unknown type before its layout
-            return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout), experts);
+            return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout), experts, order);
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
           py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
-          "Keywords describe the layout of scales of quantized types.")
+          "order: the input feature of each column, if columns are permuted. Keywords describe the layout of scales of "
+          "quantized types.")
       .def("fill_rows", fill_rows, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
            py::arg("column") = 0, py::arg("group_size") = py::none(),
            "Columns `column`... of the arrays' rows, one array after the other, become rows of a matrix. "

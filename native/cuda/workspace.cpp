@@ -223,7 +223,8 @@ void Workspace::allocate_scratch() {
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i];
     if (op.is(Op::rotary_table)) tables += (size_t)limits.max_rows * op.integer("rotary_dim") * sizeof(float);
-    if (is_gemm(op) && weights.matrix(op.weights[0]).takes_tiles() && !in(op, 0).rows.tiles)
+    if (is_gemm(op) && weights.matrix(op.weights[0]).takes_tiles() &&
+        (!in(op, 0).rows.tiles || weights.matrix(op.weights[0]).order))
       tiled = std::max(tiled, tiles_bytes(max_rows(op.inputs[0]), in(op, 0).rows.width));
     if (!is_gemm(op)) continue;
     const Matrix& w = weights.matrix(op.weights[0]);

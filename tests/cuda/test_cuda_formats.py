@@ -124,6 +124,63 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, algo)
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+NF4 = np.array([0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0, 0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2,
+                0x3f10, 0x3f39, 0x3f80], np.uint32)  # as bfloat16
+
+
+@pytest.mark.parametrize("n, k", [(1, 2), (3, 16), (41, 48), (97, 64), (65, 2050), (200, 4100), (1030, 900)])
+@pytest.mark.parametrize("form, group", [("e2m1", 16), ("e2m1", 32), ("nf4", 64), ("nf4", 128)])
+def test_products_of_small_floats(n, k, form, group):
+    """As stored, from column 64 of longer rows on; by every kernel at any number of rows."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    first, columns = 64 if form == "e2m1" else 128, k + 192
+    quants = rng.integers(0, 16, (n, columns)).astype(np.uint8)
+    scales = stored(2.0 ** rng.uniform(-9, -3, (n, -(-columns // group))), "BF16")
+    handle = gpu.add_matrix(n, k, form, group, zeros="none")
+    assert gpu.fill_quantized(handle, quants[:, 0::2] | quants[:, 1::2] << 4, scales, None, 4, columns, group,
+                              column=first) == 0
+    table = E2M1 if form == "e2m1" else (NF4 << 16).view(np.float32).astype(float)
+    wide = (scales.astype(np.uint32) << 16).view(np.float32)
+    expected = (table[quants] * np.repeat(wide, group, axis=1)[:, :columns])[:, first:first + k].astype(np.float32)
+    np.testing.assert_array_equal(gpu.read_rows(handle), expected)
+    x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    every = gpu.multiply(handle, x, n, bias)
+    product = as_bf16(x) @ as_bf16(expected).T
+    assert np.abs(every - product - bias).max() < EXACT * np.sqrt(np.mean(product**2))
+    for begin, rows in PARTS:
+        for algo in ("any", "mma", "stream_k", "prefill"):
+            part = gpu.multiply(handle, x[begin:begin + rows], n, bias, algo)
+            assert part.tobytes() == every[begin:begin + rows].tobytes(), (begin, rows, algo)
+
+
+def test_scales_that_e2m1_cannot_have():
+    gpu, scales = executor(), stored(np.array([[4, 1], [np.nan, 3.9]]), "BF16")
+    handle = gpu.add_matrix(2, 32, "e2m1", 16)
+    assert gpu.fill_quantized(handle, np.zeros((2, 16), np.uint8), scales, None, 4, 32, 16) == 2
+
+
+@pytest.mark.parametrize("n, k", [(3, 7), (97, 64), (67, 1091), (200, 4100)])
+@pytest.mark.parametrize("form, group", [("int4", 64), ("int8", 128)])
+def test_permuted_columns(n, k, form, group):
+    """The bits are those of the columns in their places and of rows gathered before."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    bits, order = 8 if form == "int8" else 4, rng.permutation(k).astype(np.int32)
+    values = rng.normal(size=(n, k)).astype(np.float32)
+    q, scales, offsets, _ = _native.Executor().quantize_rows(values[:, order], "F32", bits, group)
+    permuted, plain = gpu.add_matrix(n, k, form, group, order=order.tolist()), gpu.add_matrix(n, k, form, group)
+    for handle in (permuted, plain):
+        gpu.fill_quantized(handle, q, scales, offsets, bits, k, group)
+    np.testing.assert_array_equal(gpu.read_rows(permuted)[:, order], gpu.read_rows(plain))
+    x = rng.normal(size=(301, k)).astype(np.float32)
+    for rows in (1, 2, 9, 33, 301):
+        expected = gpu.multiply(plain, np.ascontiguousarray(x[:rows, order]), n)
+        assert gpu.multiply(permuted, x[:rows], n).tobytes() == expected.tobytes()
+    for wrong in (order.tolist()[1:], [0] * k, [-1] * k):
+        with pytest.raises(ValueError, match="order: must have each of"):
+            gpu.add_matrix(n, k, form, group, order=wrong)
+
+
 @pytest.mark.parametrize("n, k", [*SIZES, (70, 129), (300, 640), (1000, 3968)])
 @pytest.mark.parametrize("group", [0, 128])
 def test_float8(n, k, group):

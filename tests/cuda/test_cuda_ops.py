@@ -457,8 +457,8 @@ def test_rows_that_are_no_numbers_leave_nothing_behind(form):
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 def test_what_the_backend_does_not_have_is_refused_by_name():
-    with pytest.raises(ValueError, match="nf4 are not available on CUDA"):
-        executor().add_matrix(4, 32, "nf4")
+    with pytest.raises(ValueError, match="int3 are not available on CUDA"):
+        executor().add_matrix(4, 32, "int3")
     with pytest.raises(ValueError, match="caches of type float64 are not available on CUDA"):
         compiled(small_model(), "float64")
     with pytest.raises(ValueError, match="there is no GPU 99: compute_unit may name 0 to"):

@@ -151,7 +151,7 @@ def test_memory_is_counted_without_a_gpu():
 
 
 @pytest.mark.parametrize("given, refused", [
-    (("nf4",), "weights of type nf4 are not available on CUDA yet"),
+    (("int3",), "weights of type int3 are not available on CUDA yet"),
     (("int4", 24), "weights of type int4 in groups of 24 are not available on CUDA"),
     (("float8", 64), "weights of type float8 have a scale for each row or for groups of 128 columns: got groups of 64"),
     (("w4a8", 32), "weights of type w4a8 in groups of 32 are not available on CUDA"),
@@ -204,6 +204,9 @@ def test_what_a_gpu_has_of_formats():
     assert on_gpu(WeightFormat("w8a8", 64)) and not on_gpu(WeightFormat("w8a8", 32))
     assert not on_gpu(WeightFormat("e4m3")) and not on_gpu(WeightFormat("int4", 24))
     assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))
+    assert on_gpu(WeightFormat("int4", 128, ScaleLayout(permuted=True)))
+    assert on_gpu(WeightFormat("e2m1", 16, ScaleLayout("bfloat16", "none"))) and not on_gpu(WeightFormat("e2m1", 16))
+    assert on_gpu(WeightFormat("nf4", 128, ScaleLayout("bfloat16", "none")))
 
 
 def test_what_a_gpu_lacks_is_named():

@@ -137,7 +137,9 @@ def test_what_is_counted_as_no_number(tmp_path, caplog):
     (WeightFormat("int4", 64), False, 80, WeightFormat("int4", 64)),
     (WeightFormat("int4", 128, ScaleLayout("float16", "points")), True, 80, WeightFormat("int4", 128)),
     (WeightFormat("int4", 48, ScaleLayout("float16", "points")), False, 80, WeightFormat("bfloat16")),
-    (WeightFormat("int4", 64, ScaleLayout("float16", "none", permuted=True)), False, 80, WeightFormat("bfloat16")),
+    (WeightFormat("int4", 64, ScaleLayout("float16", "none", permuted=True)), False, 80,
+     WeightFormat("int4", 64, ScaleLayout(permuted=True))),
+    (WeightFormat("int4", 64, ScaleLayout("float16", "none", permuted=True)), True, 80, WeightFormat("bfloat16")),
     (WeightFormat("int8", 0, ScaleLayout("float32", "none")), False, 80, WeightFormat("int8")),
     (WeightFormat("int8", 64, ScaleLayout("float16", "points")), False, 80, WeightFormat("bfloat16")),
     (WeightFormat("w8a8", 0, ScaleLayout("float32", "none")), False, 80, WeightFormat("w8a8")),
@@ -151,7 +153,12 @@ def test_what_is_counted_as_no_number(tmp_path, caplog):
     (WeightFormat("e4m3", 128, ScaleLayout("float32", "none")), True, 80, WeightFormat("bfloat16")),
     (WeightFormat("e4m3", 64, ScaleLayout("float32", "none")), False, 90, WeightFormat("bfloat16")),
     (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), True, 80, WeightFormat("mxfp4", 32)),
-    (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), False, 80, WeightFormat("bfloat16")),
+    (WeightFormat("e2m1", 32, ScaleLayout("bfloat16", "none")), False, 80, None),
+    (WeightFormat("e2m1", 16, ScaleLayout("float32", "none")), False, 80,
+     WeightFormat("e2m1", 16, ScaleLayout("bfloat16", "none"))),
+    (WeightFormat("nf4", 64, ScaleLayout("float32", "none")), False, 80,
+     WeightFormat("nf4", 64, ScaleLayout("bfloat16", "none"))),
+    (WeightFormat("nf4", 32, ScaleLayout("float32", "none")), False, 80, WeightFormat("bfloat16")),
     (WeightFormat("e2m1", 16, ScaleLayout("float32", "none")), True, 90, WeightFormat("bfloat16")),
 ])
 def test_forms(form, experts, capability, expected):
@@ -240,3 +247,12 @@ def test_floats_keep_their_scales_and_are_numbers(groups):
     quants[1, 7] = 0xFF
     with pytest.raises(AllSparkError, match="'w' in f holds 1 values that are NaN"):
         tensor.rows(0, 2)
+
+
+def test_slices_of_permuted_columns_and_of_small_floats():
+    permuted = WeightFormat("int4", 128, ScaleLayout("float16", "points", permuted=True))
+    assert gpu_form(permuted, False, 90, [0, 0]) == WeightFormat("int4", 128, ScaleLayout(permuted=True))
+    assert gpu_form(permuted, False, 90, [0, 1792]) == WeightFormat("bfloat16")
+    nvfp4 = WeightFormat("e2m1", 16, ScaleLayout("float32", "none"))
+    assert gpu_form(nvfp4, False, 90, [0, 48]).dtype == "e2m1"
+    assert gpu_form(nvfp4, False, 90, [0, 40]) == WeightFormat("bfloat16")

@@ -37,6 +37,9 @@ void select_rows(const float* in, const int* chosen, int rows, const Rows& out, 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, to_tiles, in, rows, out, queue);
 }
+void gather_columns(const Rows& in, const int* order, int rows, const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, gather_columns, in, order, rows, out, queue);
+}
 
 int prefill_clusters(DType16 dtype) { AS_CALL(dtype, prefill_clusters, dtype); }
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {

@@ -20,6 +20,7 @@ namespace as::cuda {
   AS_OP(gelu_tanh_mul);         \
   AS_OP(select_rows);           \
   AS_OP(to_tiles);              \
+  AS_OP(gather_columns);        \
   AS_OP(prefill_clusters);      \
   AS_OP(gemm_dtype16);          \
   AS_OP(add_lora);              \

@@ -48,16 +48,17 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   }
   if (p.w.kind == Kind::quantized) p.widened = ws.widened.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows(ws.byte_rows.as(), ws.max_rows(op.inputs[0]), p.w.k);
-  const bool converts = p.w.takes_tiles() && !x.rows.tiles;
+  const bool gathers = p.w.order, converts = p.w.takes_tiles() && (!x.rows.tiles || gathers);
   if (converts) p.x = {nullptr, ws.tiles.as<uint16_t>(), x.rows.width, ws.dtype};
   GemmArgs fused = p;
   if (norms)
     fused.unnormed = b.in(b.ops[i - 1]).values(), fused.norm = norm_of(b.ops[i - 1], b.vector(b.ops[i - 1], 0));
   uint16_t* const place = sum ? nullptr : place_of(b, i);
   Gemm gemm = gemm_of(p);
-  gemm.normed = norms;
-  gemm.fuses = fused.unnormed ? fused.unnormed != p.y.values  // CTAs read it while others write
-                              : p.w.takes_bytes();
+  gemm.normed = norms && !gathers;
+  gemm.fuses = gathers          ? false
+               : fused.unnormed ? fused.unnormed != p.y.values  // CTAs read it while others write
+                                : p.w.takes_bytes();
   gemm.pushed = place != nullptr, gemm.few_columns = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
   const GemmTable& table = ws.kernels.gemm(gemm);
   b.add_launch(x.row_set, [=, &table, queue = b.queue](int rows) mutable {
@@ -70,7 +71,8 @@ int bind_linear(Binding& b, size_t i, bool norms) {
       rms_norm(fused.unnormed, fused.norm, rows, x.rows, queue);
     }
     p.y.copy = rows <= kPushedRows ? place : nullptr;
-    if (converts) to_tiles(x.values(), rows, p.x, queue);
+    if (gathers) gather_columns(x.rows, p.w.order, rows, p.x, queue);
+    else if (converts) to_tiles(x.values(), rows, p.x, queue);
     launch_gemm(p, rows, choice, queue);
   });
   return sum ? (int)(*sum - i) : gated;

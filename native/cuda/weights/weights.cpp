@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 
+#include "common/bf16.h"
 #include "common/row_hash.h"
 #include "cuda/kernels/common/roofline.h"
 #include "cuda/memory/host_threads.h"
@@ -56,17 +58,31 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
     return m;
   }
   const bool floats = format == "float8", integers = format == "w8a8" || format == "w4a8",
-             eight = format == "int8" || format == "w8a8" || floats, mx = format == "mxfp4";
-  if (!integers && !eight && !mx && format != "int4")
-    throw std::invalid_argument(
-        "weights of type " + format +
-        " are not available on CUDA yet: float32, bfloat16, float16, int8, int4, w8a8, w4a8, float8 and mxfp4 are");
+             eight = format == "int8" || format == "w8a8" || floats, mx = format == "mxfp4",
+             small = format == "e2m1" || format == "nf4";
+  if (!integers && !eight && !mx && !small && format != "int4")
+    throw std::invalid_argument("weights of type " + format +
+                                " are not available on CUDA yet: float32, bfloat16, float16, int8, int4, w8a8, w4a8, "
+                                "float8, mxfp4, e2m1 and nf4 are");
   if (mx) {
     if (group != kMxGroup || k % kMxGroup)
       throw std::invalid_argument("weights of type mxfp4 have groups of 32 columns: got groups of " +
                                   std::to_string(group) + " and rows of " + std::to_string(k) + " columns");
     m.kind = Kind::mxfp4;
     m.quants.bits = 4, m.quants.mx = true, m.quants.group = kMxGroup, m.quants.groups = k / kMxGroup;
+    return m;
+  }
+  if (small) {
+    const bool e2m1 = format == "e2m1";
+    if (experts > 1 || (e2m1 ? group != 16 && group != kMxGroup : group < kBlock || group % kBlock))
+      throw std::invalid_argument("weights of type " + format + (experts > 1 ? " are not for experts" : "") +
+                                  " in groups of " + std::to_string(group) +
+                                  " are not available on CUDA: groups may be " +
+                                  (e2m1 ? "16 or 32 columns" : "a multiple of 64"));
+    m.kind = Kind::quantized, m.quants.bits = 4;
+    m.quants.codes = !e2m1 ? Codes::nf4 : group == 16 ? Codes::nvfp4 : Codes::mxfp4;
+    m.quants.group = e2m1 ? 2 * group : group, m.quants.groups = (k + m.quants.group - 1) / m.quants.group;
+    m.max_split_k = quant_split_k(m.n, k);
     return m;
   }
   if (floats && group && group != kFloatGroup)
@@ -132,8 +148,24 @@ size_t Weights::Staging::allocate(size_t bytes) {
   return turns[0].device.size();
 }
 
-int Weights::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
+int Weights::add_matrix(int rows, int k, const std::string& format, int group, int experts,
+                        const std::vector<int>& order) {
   Weight w{matrix_of(rows, k, format, group, experts), {}, 0};
+  if (!order.empty()) {
+    if (w.matrix.kind != Kind::quantized || experts > 1)
+      throw std::invalid_argument("columns in another order are available on CUDA for int8 and int4, not for " +
+                                  std::string(experts > 1 ? "experts" : format));
+    std::vector<bool> seen(k);
+    for (const int from : order) {
+      if (from < 0 || from >= k || seen[from])
+        throw std::invalid_argument("order: must have each of " + std::to_string(k) + " input features once, got " +
+                                    std::to_string(from));
+      seen[from] = true;
+    }
+    if ((int)order.size() != k)
+      throw std::invalid_argument("order: must have each of " + std::to_string(k) + " input features once, got " +
+                                  std::to_string(order.size()) + " columns");
+  }
   if (w.matrix.kind == Kind::float8 && device_.capability() != 90)
     throw std::invalid_argument(
         "weights of type float8 are for GPUs of compute capability 9.0 (Hopper): this one's is " +
@@ -141,6 +173,11 @@ int Weights::add_matrix(int rows, int k, const std::string& format, int group, i
   device_.use();
   w.memory = Memory(matrix_bytes(w.matrix), "weights", Memory::Where::lent);
   place(w.matrix, w.memory);
+  if (!order.empty()) {
+    w.order = Memory(order.size() * sizeof(int), "weights");
+    check(cudaMemcpy(w.order.as(), order.data(), w.order.size(), cudaMemcpyHostToDevice), "loading weights");
+    w.matrix.order = w.order.as<int>(), w.features = order;
+  }
   weights_.push_back(std::move(w));
   return (int)weights_.size() - 1;
 }
@@ -167,11 +204,12 @@ void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int
                                 " of columns " + std::to_string(column) + "... of " + std::to_string(columns) +
                                 " do not fit a matrix of " + std::to_string(rows) + " x " + std::to_string(m.k));
   if (!m.quants.bits) return;
-  for (int64_t first = 0; first < m.k; first += m.quants.group) {
-    const int64_t last = std::min<int64_t>(first + m.quants.group, m.k) - 1;
+  const int own = is_e2m1(m.quants.codes) ? m.quants.half() : m.quants.group;  // columns that share a scale
+  for (int64_t first = 0; first < m.k; first += own) {
+    const int64_t last = std::min<int64_t>(first + own, m.k) - 1;
     if (group < 1 || (column + first) / group != (column + last) / group)
-      throw std::invalid_argument("groups of " + std::to_string(m.quants.group) + " from column " +
-                                  std::to_string(column) + " on are not parts of groups of " + std::to_string(group));
+      throw std::invalid_argument("groups of " + std::to_string(own) + " from column " + std::to_string(column) +
+                                  " on are not parts of groups of " + std::to_string(group));
   }
 }
 
@@ -179,6 +217,9 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
                                         int64_t group_size) {
   const Matrix m = matrix(id);
   if (m.quants.mx) throw std::invalid_argument("weights of type mxfp4 come from a checkpoint in MXFP4: see fill_mx()");
+  if (m.quants.codes != Codes::integers)
+    throw std::invalid_argument("weights of type " + std::string(is_e2m1(m.quants.codes) ? "e2m1" : "nf4") +
+                                " come from a quantized checkpoint: see fill_quantized()");
   device_.use();
   Memory counts(rows.size() * sizeof(unsigned long long), "counters");
   int turn = 0;
@@ -279,12 +320,16 @@ int64_t Weights::fill_mx(int id, const HostMxRows& r, int64_t row_offset) {
   return bad;
 }
 
-void Weights::fill_quantized(int id, const HostQuants& r, int64_t row_offset) {
+int64_t Weights::fill_quantized(int id, const HostQuants& r, int64_t row_offset) {
   const Matrix m = matrix(id);
   if (m.quants.mx) throw std::invalid_argument("a matrix of type mxfp4 is filled by fill_mx()");
   check_rows(m, r.count, row_offset, r.column, r.columns, r.group);
   if (m.quants.bits != r.bits)
     throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
+  const bool integers = m.quants.codes == Codes::integers, enlarges = is_e2m1(m.quants.codes);
+  if (integers != (r.offsets != nullptr))
+    throw std::invalid_argument(integers ? "integers have offsets beside their scales"
+                                         : "small floats have no offsets");
   device_.use();
   const int64_t groups = (r.columns + r.group - 1) / r.group, own_groups = m.quants.groups,
                 stride = r.bits == 8 ? r.columns : (r.columns + 1) / 2;
@@ -292,6 +337,16 @@ void Weights::fill_quantized(int id, const HostQuants& r, int64_t row_offset) {
   const size_t row_bytes = (m.k + 3) / 4 * 4 + 2 * own_groups * sizeof(uint16_t);
   const int64_t most = staging_.allocate(r.count * row_bytes) / row_bytes;
   if (!most && r.count) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
+  std::atomic<int64_t> bad{0};
+  // A stored scale of a group's first columns, or of those after its half, in the matrix' form.
+  const auto scale_at = [&](const uint16_t* its, int64_t column, int64_t& too_large) {
+    if (column >= r.columns) return (uint16_t)0;
+    const uint16_t bits = its[column / r.group];
+    if (!enlarges) return bits;
+    const float scale = bf16_to_float(bits);
+    too_large += !(std::fabs(scale) < kMxTooLarge);
+    return float_to_bf16(scale * kMxLarger);
+  };
   int turn = 0;
   for (int64_t done = 0, some; done < r.count; done += some, turn ^= 1) {
     const int64_t first_row = (row_offset + done) % m.n;
@@ -304,23 +359,26 @@ void Weights::fill_quantized(int id, const HostQuants& r, int64_t row_offset) {
     std::atomic<uint64_t> hash{0};
     share_work(some, some * m.k, [&](int64_t begin, int64_t end) {
       uint64_t own_hash = 0;
+      int64_t own_bad = 0;
       for (int64_t row = begin; row < end; row++) {
         const int64_t at = done + row;
         const uint8_t* from = r.quants + at * stride;
-        const uint16_t *its_scales = r.scales + at * groups, *its_offsets = r.offsets + at * groups;
+        const uint16_t *its_scales = r.scales + at * groups,
+                       *its_offsets = integers ? r.offsets + at * groups : its_scales;
         uint8_t* to = quants + row * m.k;
         if (r.bits == 8) std::memcpy(to, from + r.column, m.k);
         else
           for (int64_t i = 0; i < m.k; i++) to[i] = from[(r.column + i) / 2] >> (r.column + i) % 2 * 4 & 15;
         for (int64_t g = 0; g < own_groups; g++) {
-          const int64_t theirs = (r.column + g * m.quants.group) / r.group;
-          scales[row * own_groups + g] = its_scales[theirs], offsets[row * own_groups + g] = its_offsets[theirs];
+          const int64_t column = r.column + g * m.quants.group;
+          scales[row * own_groups + g] = scale_at(its_scales, column, own_bad);
+          offsets[row * own_groups + g] = scale_at(its_offsets, column + m.quants.half(), own_bad);
         }
         own_hash += row_hash(from, stride, row_offset + at) +
                     row_hash(its_scales, groups * sizeof(uint16_t), ~(row_offset + at)) +
-                    row_hash(its_offsets, groups * sizeof(uint16_t), row_offset + at);
+                    (integers ? row_hash(its_offsets, groups * sizeof(uint16_t), row_offset + at) : 0);
       }
-      hash += own_hash;
+      hash += own_hash, bad += own_bad;
     });
     weights_[id].hash += hash;
     const size_t bytes = quants_end + 2 * some * own_groups * sizeof(uint16_t);
@@ -332,6 +390,7 @@ void Weights::fill_quantized(int id, const HostQuants& r, int64_t row_offset) {
     check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
   }
   device_.wait();
+  return bad;
 }
 
 void Weights::fill_noise(int id, float size) {
@@ -366,7 +425,12 @@ std::vector<float> Weights::read_rows(int id, int64_t first, int64_t count) cons
   std::vector<float> values(count * m.k);
   device_.wait();
   check(cudaMemcpy(values.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "reading rows");
-  return values;
+  const std::vector<int>& features = weights_[id].features;
+  if (features.empty()) return values;
+  std::vector<float> ordered(values.size());
+  for (int64_t row = 0; row < count; row++)
+    for (int i = 0; i < m.k; i++) ordered[row * m.k + features[i]] = values[row * m.k + i];
+  return ordered;
 }
 
 void Weights::pair(int id) {
@@ -459,9 +523,10 @@ DType16 Weights::dtype() const {
   }
   const bool f16 = are_dtype16[(int)DType16::f16];
   if (f16 && (are_dtype16[(int)DType16::bf16] || others))
-    throw std::invalid_argument("weights of type float16 with others of type " +
-                                std::string(others ? "int8, int4, w8a8, w4a8, float8 or mxfp4" : "bfloat16") +
-                                ": the CUDA backend allows only float32 beside float16");
+    throw std::invalid_argument(
+        "weights of type float16 with others of type " +
+        std::string(others ? "int8, int4, w8a8, w4a8, float8, mxfp4, e2m1 or nf4" : "bfloat16") +
+        ": the CUDA backend allows only float32 beside float16");
   return f16 ? DType16::f16 : DType16::bf16;
 }
 

@@ -12,7 +12,8 @@ namespace as::cuda {
 
 // Adjacent quantized rows in host memory. 8-bit values take a byte each. 4-bit values share bytes; the even column is
 // in the lower half. A row has `columns` columns in groups of `group`; the matrix takes those from `column` on. scales
-// and offsets [count, groups] are bfloat16; for e4m3 they are the lower and upper half of float32 scales.
+// and offsets [count, groups] are bfloat16; for e4m3 they are the lower and upper half of float32 scales. Small floats
+// in 4 bits have no offsets.
 struct HostQuants {
   int bits;
   const uint8_t* quants;
@@ -47,12 +48,15 @@ class Weights {
   explicit Weights(const Device& device) : device_(device) {}
   ~Weights();
 
-  int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
+  // order: the input feature of each column, if columns are permuted; empty otherwise. Rows are filled in that order.
+  int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1,
+                 const std::vector<int>& order = {});
   // Fills rows from row_offset on. Returns for each tensor how many values are NaN or infinite, or too large if the
   // matrix is float16. group: columns of a quantization group of the tensor's rows, 0 for whole rows.
   std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
-  // The same for rows that InstantQuant has quantized.
-  void fill_quantized(int id, const HostQuants& rows, int64_t row_offset);
+  // The same for rows that InstantQuant, or another program, has quantized. Returns how many scales of e2m1 values are
+  // not below 4, which the format on GPUs does not hold.
+  int64_t fill_quantized(int id, const HostQuants& rows, int64_t row_offset);
   // The same for MXFP4. Returns how many scales are NaN or above 2, which the format on GPUs does not hold. The copies
   // may still be under way.
   int64_t fill_mx(int id, const HostMxRows& rows, int64_t row_offset);
@@ -87,7 +91,9 @@ class Weights {
     Matrix matrix;  // k = 0: a vector
     Memory memory;
     uint64_t hash;
-    size_t copy = 0;  // offset in the host copy
+    size_t copy = 0;                 // offset in the host copy
+    Memory order = {};               // of its columns
+    std::vector<int> features = {};  // the same on the host
   };
   // Rows that wait to be packed. While the device packs the rows of one turn, the host fills the other.
   struct Staging {

@@ -14,10 +14,17 @@
 // Scales: 64 words for each block row and group, scale in the low half and offset in the high half, tile by tile, row r
 // + 8 beside row r. Padding rows have zeros, and so the value zero; padding columns may have any value.
 //
-// MXFP4: tiles and words as of 4 bits, with values in e2m1 and a power of two as the scale of each 32 columns, which
-// are a word. Behind its words a tile has the scales: four bytes for rows r and r + 8, of which each has those of its
-// two words. So a block is one copy. A scale is stored as the exponent of kMxLarger times smaller a bfloat16: see
-// MxQuants (quantize/quantized.cuh), which also says why bits are placed as mx_bits() does. All padding is zero.
+// Small floats (Codes): words as of 4 bits. A group has no offset, and two scales: the low half of its word is the
+// scale of the first half of its columns, the high half that of the second. So NVFP4, with a scale for each 16 columns,
+// has groups of 32, and MXFP4 groups of 64. Halves of NF4's groups have the same scale. Scales of e2m1 values are
+// stored kMxLarger times larger, and their bits are placed as mx_bits() does; nibble 2 j + i of a word of NF4 is column
+// 8 j + i.
+//
+// MXFP4 of experts: tiles and words as of 4 bits, with values in e2m1 and a power of two as the scale of each 32
+// columns, which are a word. Behind its words a tile has the scales: four bytes for rows r and r + 8, of which each has
+// those of its two words. So a block is one copy. A scale is stored as the exponent of kMxLarger times smaller a
+// bfloat16: see MxQuants (quantize/quantized.cuh), which also says why bits are placed as mx_bits() does. All padding
+// is zero.
 #pragma once
 #include "cuda/kernels/common/tiles.h"
 
@@ -28,8 +35,13 @@ constexpr int kScaleWords = kBlock;                                             
 AS_BOTH constexpr int quant_words(int bits) { return kBlockValues * bits / 32; }  // words of a block
 AS_BOTH constexpr int quant_bytes(int bits) { return 4 * quant_words(bits); }
 
+// What quantized values stand for: integers, e2m1 with a scale for each 32 or 16 columns, or the table of NF4.
+enum class Codes : uint8_t { integers, mxfp4, nvfp4, nf4 };
+AS_BOTH constexpr bool is_e2m1(Codes codes) { return codes == Codes::mxfp4 || codes == Codes::nvfp4; }
+
 // The quantized values of a matrix [n, k].
 struct Quants {
+  Codes codes = Codes::integers;
   int bits = 0;               // 4 or 8; 0: the matrix is not quantized
   int group = 0, groups = 0;  // columns of a group (the last may have fewer); groups of a row
   bool floats = false;        // values are e4m3; a row, or each group of it, has a float32 scale and no offset
@@ -38,12 +50,18 @@ struct Quants {
   uint32_t* words = nullptr;
   uint32_t* scales = nullptr;
   bool in_blocks = false;  // e4m3 in groups with the same scales in all rows of a block; see has_block_scales()
+
+  // Whether scales change within a block.
+  AS_BOTH bool fine() const { return codes == Codes::nvfp4 || (groups > 1 && group < kBlock); }
+  // Columns from a group's first one to the first that has the scale in the high half of its word.
+  AS_BOTH int half() const { return codes == Codes::integers ? 0 : group / 2; }
 };
 
 constexpr int kFloatGroup = 128;  // columns of a group of e4m3 values
 
 // MXFP4. kMxBias: the stored scale of 2^x is x + 127 + kMxBias; it fits a byte if the scale is at most 2.
 constexpr int kMxGroup = 32, kMxBias = 126, kMxMost = 128;
+constexpr float kMxLarger = 0x1p126f, kMxTooLarge = 4;  // of scales in 16 bits
 constexpr int kMxTileBytes = kTileRows * kBlock / 2 + 2 * kTileRows, kMxBlockBytes = kBlock / kTileRows * kMxTileBytes;
 // Offset in bytes of the tile of a row and a column, and in that tile of the row's scale.
 AS_BOTH inline size_t mx_tile(int row, int column, int column_blocks) {
@@ -86,6 +104,16 @@ AS_BOTH inline size_t word_of(const Quants& c, int row, int column, int column_b
 AS_BOTH inline int bit_of(int bits, int column) {
   const int half = column % 16 / 8, odd = column % 2;
   return bits == 4 ? (column % 32 / 16 * 2 + half) * 4 + odd * 16 : (half * 2 + odd) * 8;
+}
+// The bits of a column's value in its word, and the value in a word.
+AS_BOTH constexpr int nf4_bit(int column) { return (column % 32 / 8 * 2 + column % 2) * 4; }
+AS_BOTH inline uint32_t bits_of_value(const Quants& c, int column, uint32_t value) {
+  if (is_e2m1(c.codes)) return mx_bits(column % 32 / 8, value) << column % 2 * 16;
+  return value << (c.codes == Codes::nf4 ? nf4_bit(column) : bit_of(c.bits, column));
+}
+AS_BOTH inline uint32_t value_in(const Quants& c, int column, uint32_t word) {
+  if (is_e2m1(c.codes)) return mx_value(column % 32 / 8, word >> column % 2 * 16);
+  return word >> (c.codes == Codes::nf4 ? nf4_bit(column) : bit_of(c.bits, column)) & ((1u << c.bits) - 1);
 }
 AS_BOTH inline size_t scale_of(int row, int group, int groups) {
   return ((size_t)(row / kBlock) * groups + group) * kScaleWords + row % kBlock / kTileRows * kTileRows + row % 8 * 2 +

@@ -40,6 +40,8 @@ struct Matrix {
   Quants quants = {};
   int max_split_k = kMaxSplitK;  // limit of split-K parts
   int experts = 1;               // number of matrices in the stack, one after the other
+  // If columns are permuted (act-order): the input feature of each column.
+  const int* order = nullptr;
 
   // float8: each row has a scale for every 128 columns, not one for all.
   bool has_float_groups() const { return kind == Kind::float8 && quants.groups > 1; }

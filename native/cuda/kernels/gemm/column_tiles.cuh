@@ -5,31 +5,13 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// Scales of weights: none for floats; of quantized values, those that change within 64 columns of K or only between
-// blocks; those of MXFP4, which lie in its tiles.
-enum class Scales { none, blocks, fine, mx };
-
-// Weights of kBits bits.
-template <int kBits_, Scales kScales_>
-struct WeightType {
-  static constexpr int kBits = kBits_;
-  static constexpr Scales kScales = kScales_;
-};
-
-// Calls start() with the type of quantized weights.
-template <typename Start>
-void by_quants(const Quants& quants, Start start) {
-  const bool fine = quants.groups > 1 && quants.group < kBlock;
-  if (quants.bits == 4) fine ? start(WeightType<4, Scales::fine>()) : start(WeightType<4, Scales::blocks>());
-  else fine ? start(WeightType<8, Scales::fine>()) : start(WeightType<8, Scales::blocks>());
-}
 // Calls start() with the type of any weights. kAll: not only 16-bit ones; kHasMx: also MXFP4.
 template <bool kHasMx, bool kAll = kAllFormats, typename Start>
 void by_type(const Matrix& w, Start start) {
   if constexpr (kAll && kHasMx)
     if (w.kind == Kind::mxfp4) return start(WeightType<4, Scales::mx>());
   if constexpr (kAll)
-    if (w.quants.bits) return by_quants(w.quants, start);
+    if (w.quants.bits) return by_integers(w.quants, start);
   start(WeightType<16, Scales::none>());
 }
 
@@ -38,7 +20,7 @@ template <typename Type, int kTiles>
 struct ColumnTiles : Type {
   static constexpr int kCount = kTiles, kColumns = kTiles * kTileRows;
   static constexpr Scales kScales = Type::kScales;
-  static constexpr bool kFine = kScales == Scales::fine, kMx = kScales == Scales::mx;
+  static constexpr bool kFine = Type::kFine, kMx = kScales == Scales::mx;
   static constexpr int kTileBytes = kMx ? kMxTileBytes : kTileRows * kBlock * Type::kBits / 8;
   static constexpr int kBlockBytes = kBlock / kTileRows * kTileBytes;  // bytes of 64 columns
   static constexpr int kWeights = kTiles * kTileBytes;
@@ -69,7 +51,7 @@ class Fragments {
 #pragma unroll
       for (int m = 0; m < S::kCount; m++) {
 #pragma unroll
-        for (int i = 0; i < LaneQuants<kQuantBits>::kLoads; i++)
+        for (int i = 0; i < LaneQuants<kQuantBits, S::kCodes>::kLoads; i++)
           quants_[m].loaded[i] = reinterpret_cast<const uint4*>(stage + m * S::kTileBytes)[i * 32 + lane];
         if constexpr (!S::kFine) set(m, 0);
       }
@@ -98,7 +80,7 @@ class Fragments {
 
   const char* stage_;
   const int there_, sets_;
-  LaneQuants<kQuantBits> quants_[S::kMx ? 1 : S::kCount];
+  LaneQuants<kQuantBits, S::kCodes> quants_[S::kMx ? 1 : S::kCount];
   Affine rows_[S::kMx ? 1 : S::kCount][2];
   MxQuants mx_[S::kMx ? S::kCount : 1];
 };

@@ -20,18 +20,19 @@ void start_tiles(const GemmArgs& p, int rows, const Queue& queue) {
 }
 
 // A warp dequantizes 16 rows of one block of columns. It goes through shared memory to write whole cache lines.
-template <int kBits>
+template <int kBits, Codes kCodes>
 __global__ void __launch_bounds__(128) widen_kernel(Quants quants, int k, int first_block, uint16_t* to) {
   after_previous();
   __shared__ __align__(16) char shared[4][kTileRows * kRowBytes];
   const int lane = threadIdx.x % 32, tile = threadIdx.x / 32, blocks = blocks_of(k);
   const int row_block = first_block + blockIdx.y, block = blockIdx.x, there = k - block * kBlock;
-  LaneQuants<kBits> own;
+  using Lane = LaneQuants<kBits, kCodes>;
+  Lane own;
 #pragma unroll
-  for (int i = 0; i < LaneQuants<kBits>::kLoads; i++)
-    own.loaded[i] = reinterpret_cast<const uint4*>(
-        quants.words +
-        ((size_t)row_block * blocks + block) * quant_words(kBits))[(tile * LaneQuants<kBits>::kLoads + i) * 32 + lane];
+  for (int i = 0; i < Lane::kLoads; i++)
+    own.loaded[i] =
+        reinterpret_cast<const uint4*>(quants.words + ((size_t)row_block * blocks + block) *
+                                                          quant_words(kBits))[(tile * Lane::kLoads + i) * 32 + lane];
 #pragma unroll
   for (int step = 0; step < 4; step++) {
     const int group = min(block * kBlock + step * 16, k - 1) / quants.group;
@@ -56,7 +57,12 @@ __global__ void __launch_bounds__(128) widen_kernel(Quants quants, int k, int fi
 }
 
 void widen(const Matrix& w, int first_block, int row_blocks, uint16_t* to, const Queue& queue) {
-  const auto kernel = w.quants.bits == 4 ? widen_kernel<4> : widen_kernel<8>;
+  const Codes codes = w.quants.codes;
+  const auto kernel = codes == Codes::mxfp4   ? widen_kernel<4, Codes::mxfp4>
+                      : codes == Codes::nvfp4 ? widen_kernel<4, Codes::nvfp4>
+                      : codes == Codes::nf4   ? widen_kernel<4, Codes::nf4>
+                      : w.quants.bits == 4    ? widen_kernel<4, Codes::integers>
+                                              : widen_kernel<8, Codes::integers>;
   start(queue, kernel, dim3(blocks_of(w.k), row_blocks), 128, 0, w.quants, w.k, first_block, to);
 }
 
@@ -98,7 +104,7 @@ size_t widened_bytes(int n, int k, bool gated, int rows) {
 }
 
 void gemm_quantized_mma(const GemmArgs& p, int rows, const Queue& queue) {
-  by_quants(p.w.quants, [&](auto type) {
+  const auto start = [&](auto type) {
     using Type = decltype(type);
     // Few columns: tiles are small, so that all SMs have some.
     if (rows <= 2 && p.w.n < kManyColumns) start_tiles<Type, 1, 1>(p, rows, queue);
@@ -106,14 +112,16 @@ void gemm_quantized_mma(const GemmArgs& p, int rows, const Queue& queue) {
     else if (rows <= 16) start_tiles<Type, 2, 2>(p, rows, queue);
     else if (rows <= 32) start_tiles<Type, 4, 2>(p, rows, queue);
     else start_tiles<Type, 8, 2>(p, rows, queue);
-  });
+  };
+  p.w.quants.codes == Codes::integers ? by_integers(p.w.quants, start) : by_small_floats(p.w.quants, start);
 }
 
 void gemm_quantized(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
   if (algo == GemmAlgo::gemv) gemv_quantized(p, queue);
   else if (algo == GemmAlgo::prefill) gemm_widened(p, rows, queue);
-  else if (algo == GemmAlgo::stream_k) gemm_quantized_stream_k(p, rows, queue);
-  else gemm_quantized_mma(p, rows, queue);
+  else if (algo != GemmAlgo::stream_k) gemm_quantized_mma(p, rows, queue);
+  else if (p.w.quants.codes == Codes::integers) gemm_quantized_stream_k(p, rows, queue);
+  else gemm_small_floats_stream_k(p, rows, queue);
 }
 
 }  // namespace as::cuda

@@ -29,17 +29,18 @@ constexpr int kGroupThreads = 128;
 // Formats of weights (kBits bits) and activations. kRowBytes: bytes of a row of a block of activations. kParts:
 // products of a block. kSets: sets of scales of a block. kSegments: within a split-K part, sums become floats and are
 // added to a total. kWhole: that happens only at the part's end, where scales and row sums are read from global memory.
-template <int kWeightBits, bool kFineGroups>
-struct Rounded {  // bfloat16 activations; kFineGroups: scales change within a block
+template <class Type>    // a WeightType
+struct Rounded : Type {  // bfloat16 activations
   using Sum = float;
-  static constexpr int kBits = kWeightBits, kRowBytes = cuda::kRowBytes, kParts = 4, kSets = kFineGroups ? 4 : 1;
-  static constexpr bool kFine = kFineGroups, kSegments = false, kFloats = false, kWhole = false;
+  static constexpr int kRowBytes = cuda::kRowBytes, kParts = 4, kSets = Type::kFine ? 4 : 1;
+  static constexpr bool kSegments = false, kFloats = false, kWhole = false;
   static constexpr SumScales kScales = SumScales::none;
 };
 template <int kWeightBits, bool kOneGroup = false>
 struct Integers {
   using Sum = int;
   static constexpr int kBits = kWeightBits, kRowBytes = kByteRow, kParts = 2, kSets = kOneGroup ? 0 : 1;
+  static constexpr Codes kCodes = Codes::integers;
   static constexpr bool kFine = false, kSegments = true, kFloats = false, kWhole = kOneGroup;
   static constexpr SumScales kScales = SumScales::rows;
 };
@@ -47,6 +48,7 @@ template <bool kGroups = false>  // kGroups: scales of 128 columns
 struct Floats {
   using Sum = float;
   static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = kGroups;
+  static constexpr Codes kCodes = Codes::integers;
   static constexpr bool kFine = false, kSegments = kGroups, kFloats = true, kWhole = false;
   static constexpr SumScales kScales = kGroups ? SumScales::none : SumScales::columns_and_rows;
 };

@@ -46,7 +46,6 @@ struct QuantizedGemvPlan {
   static constexpr int kNormed = 3, kMaxNormed = 512;  // groups of eight columns to normalize: of a thread; in all
   int pairs, merged, shared_units, warps, stages = 0;  // stages: 0 if the row does not fit shared memory
 
-  static bool is_fine(const Quants& quants) { return quants.groups > 1 && quants.group < kBlock; }
   // Bytes of the sums of all warps' chains, 64 bytes a warp, rounded up to a multiple of 128.
   AS_BOTH static constexpr int sums_bytes(int warps) { return (warps + 1) / 2 * 2 * kTileRows * 4; }
   static size_t shared_bytes(int bits, bool fine, int stages, int warps, int k_blocks) {
@@ -71,7 +70,7 @@ struct QuantizedGemvPlan {
     const bool deep = w.quants.bits == 8 || ceil_div(pairs, merged) > sms;  // several turns
     for (int depth : {deep ? kDeep : kShallow, kShallow})
       if (!stages &&
-          shared_bytes(w.quants.bits, is_fine(w.quants), depth, warps, k.count * k.length) <= (size_t)max_shared)
+          shared_bytes(w.quants.bits, w.quants.fine(), depth, warps, k.count * k.length) <= (size_t)max_shared)
         stages = depth;
   }
   // Whether the kernel can normalize a row of this many columns itself.

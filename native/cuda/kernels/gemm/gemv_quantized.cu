@@ -21,15 +21,17 @@ using Plan = QuantizedGemvPlan;
 constexpr int kMaxWarps = Plan::kMaxWarps, kTilePairs = Plan::kTilePairs, kUnit = Plan::kUnit;
 constexpr int kShallow = Plan::kShallow, kDeep = Plan::kDeep, kNormed = Plan::kNormed;
 
-// kFine: scales change within a block of K. A stage has some blocks of a tile: first quantized values, then the scales
-// of each block.
-template <int kBits_, bool kFine_, int kStages_>
+// Type: a WeightType. A stage has some blocks of a tile: first quantized values, then the scales of each block.
+template <class Type, int kStages_>
 struct Shape {
-  static constexpr int kBits = kBits_, kStages = kStages_, kBlocks = 16 / kBits, kSets = kFine_ ? 4 : 1;
+  using Lane = LaneQuants<Type::kBits, Type::kCodes>;
+  static constexpr int kBits = Type::kBits, kStages = kStages_, kBlocks = 16 / kBits, kSets = Type::kFine ? 4 : 1;
   static constexpr int kTileBytes = quant_bytes(kBits) / 4, kSetBytes = kTileRows * 4;
   static constexpr int kQuantsBytes = kBlocks * kTileBytes, kStageBytes = kQuantsBytes + kBlocks * kSets * kSetBytes;
 
-  static size_t shared(int warps, int k_blocks) { return Plan::shared_bytes(kBits, kFine_, kStages, warps, k_blocks); }
+  static size_t shared(int warps, int k_blocks) {
+    return Plan::shared_bytes(kBits, Type::kFine, kStages, warps, k_blocks);
+  }
 };
 
 // Keeps x in a register: otherwise the compiler would compute it again in every iteration of a loop.
@@ -37,14 +39,13 @@ __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); 
 
 template <class S>
 struct BlockQuants {
-  LaneQuants<S::kBits> quants;
+  typename S::Lane quants;
   uint2 scales[S::kSets];
 
   // Reads block j of a stage. quants_at, scales_at: addresses of the lane's quantized values and scales of block 0.
   __device__ __forceinline__ void read(uint32_t quants_at, uint32_t scales_at, int j) {
 #pragma unroll
-    for (int i = 0; i < LaneQuants<S::kBits>::kLoads; i++)
-      quants.loaded[i] = load_16(quants_at + j * S::kTileBytes + i * 512);
+    for (int i = 0; i < S::Lane::kLoads; i++) quants.loaded[i] = load_16(quants_at + j * S::kTileBytes + i * 512);
 #pragma unroll
     for (int i = 0; i < S::kSets; i++) scales[i] = load_8(scales_at + (j * S::kSets + i) * S::kSetBytes);
   }
@@ -418,31 +419,27 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   }
 }
 
-template <int kBits, bool kFine, int kStages>
+template <class Type, int kStages>
 void start_row(const GemmArgs& p, const Plan& plan, const Queue& queue) {
-  using S = Shape<kBits, kFine, kStages>;
+  using S = Shape<Type, kStages>;
   const SplitK k(p.w.k, p.w.max_split_k);
   const size_t shared = S::shared(plan.warps, k.count * k.length);
   const int groups = ceil_div(plan.pairs, plan.merged);
   // Balances the rounds of CTAs, if there are several.
-  start_reading(queue, {p.w.quants.words, quants_bytes(p.w.n, p.w.k, kBits)}, row_kernel<S>,
+  start_reading(queue, {p.w.quants.words, quants_bytes(p.w.n, p.w.k, S::kBits)}, row_kernel<S>,
                 dim3(ceil_div(groups, ceil_div(groups, sm_count()))), 32 * plan.warps, shared, p, plan.pairs,
                 Divisor(plan.merged), plan.shared_units, k, Divisor(k.length), SetPace::of<S>(p.w.quants, k.blocks));
-}
-
-template <int kBits, bool kFine>
-void start_stages(const GemmArgs& p, const Plan& plan, const Queue& queue) {
-  if (plan.stages == kDeep) start_row<kBits, kFine, kDeep>(p, plan, queue);
-  else start_row<kBits, kFine, kShallow>(p, plan, queue);
 }
 
 }  // namespace
 
 void gemv_quantized(const GemmArgs& p, const Queue& queue) {
   const Plan plan(p.w, sm_count(), max_shared());
-  const bool fine = Plan::is_fine(p.w.quants);
-  if (p.w.quants.bits == 4) fine ? start_stages<4, true>(p, plan, queue) : start_stages<4, false>(p, plan, queue);
-  else fine ? start_stages<8, true>(p, plan, queue) : start_stages<8, false>(p, plan, queue);
+  const auto start = [&](auto type) {
+    using Type = decltype(type);
+    plan.stages == kDeep ? start_row<Type, kDeep>(p, plan, queue) : start_row<Type, kShallow>(p, plan, queue);
+  };
+  p.w.quants.codes == Codes::integers ? by_integers(p.w.quants, start) : by_small_floats(p.w.quants, start);
 }
 
 }  // namespace as::cuda

@@ -10,7 +10,7 @@ struct ScaleSets {
   int each, blocks, count;  // count: sets of a row
 
   AS_BOTH ScaleSets(const Quants& quants, int k_blocks)
-      : each(quants.groups > 1 && quants.group < kBlock ? kBlock / quants.group : 1),
+      : each(quants.fine() ? kBlock / quants.group : 1),
         blocks(quants.groups > 1 ? (quants.group > kBlock ? quants.group / kBlock : 1) : k_blocks),
         count(quants.groups) {}
   // Whether the second blocks of all two-block steps are alike: each has its own set, or each shares the first block's.
@@ -27,11 +27,12 @@ template <class S>
 class StepGemm {
  public:
   using Format = typename S::Format;
-  static constexpr int kBits = Format::kBits, kSets = Format::kFine ? 4 : 1;
+  using Lane = LaneQuants<Format::kBits, Format::kCodes>;
+  static constexpr int kSets = Format::kFine ? 4 : 1;
 
   // group: number of 64 columns; a warp has a quarter of them. second: ScaleSets::second().
   __device__ StepGemm(const ScaleSets& sets, int second, int group, int warp, int lane)
-      : quants_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneQuants<kBits>::kLoads * 32 + lane) * 16),
+      : quants_(S::kGroupsAt + group * S::kGroupBytes + (warp * Lane::kLoads * 32 + lane) * 16),
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
         second_(scales_ + second * S::kSetBytes),
         each_(sets.each),
@@ -74,7 +75,7 @@ class StepGemm {
 
  private:
   struct Block {
-    LaneQuants<kBits> quants;
+    Lane quants;
     uint2 scales[kSets];
   };
 
@@ -83,7 +84,7 @@ class StepGemm {
   __device__ __forceinline__ Block read(uint32_t stage, int j, uint32_t scales) const {
     Block block;
 #pragma unroll
-    for (int i = 0; i < LaneQuants<kBits>::kLoads; i++)
+    for (int i = 0; i < Lane::kLoads; i++)
       block.quants.loaded[i] = load_16(stage + quants_ + j * S::kQuantsBytes + i * 512);
 #pragma unroll
     for (int i = 0; i < kSets; i++)

@@ -47,6 +47,8 @@ void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int row
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue);
 // Converts float32 rows to tiles.
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
+// Writes the columns of `in` (float32, or tiles) to tiles in another order: column i of `out` is column order[i].
+void gather_columns(const Rows& in, const int* order, int rows, const Rows& out, const Queue& queue);
 
 struct RotaryTable {
   const float *inverse = nullptr, *longer = nullptr;  // [dim / 2]; longer: null, or used beyond original_max

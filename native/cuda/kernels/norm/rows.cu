@@ -53,6 +53,28 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
   for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
 }
 
+// A thread writes eight adjacent columns. Reads are scattered over a row, which the L1 cache holds.
+__global__ void __launch_bounds__(kThreads) gather_kernel(Rows in, const int* order, Rows out) {
+  let_next_begin();
+  const int row = blockIdx.y, eight = blockIdx.x * kThreads + threadIdx.x, first = eight * 8;
+  const int blocks = blocks_of(out.width), from_blocks = blocks_of(in.width);
+  if (eight >= blocks * 8) return;
+  int from[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) from[i] = first + i < out.width ? order[first + i] : 0;  // no kernel writes the order
+  await_previous();
+  uint32_t pairs[4] = {};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    if (first + i >= out.width) break;
+    const uint32_t value = in.tiles ? in.tiles[tile_offset(row, from[i], from_blocks)]
+                                    : to_dtype16(in.values[(size_t)row * in.width + from[i]]);
+    pairs[i / 2] |= value << i % 2 * 16;
+  }
+  *reinterpret_cast<uint4*>(out.tiles + tile_offset(row, first, blocks)) =
+      make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
 // kNormThreads: threads of a row; more threads would add only zeros, so sums do not depend on their number. kEights:
 // groups of eight values that a thread keeps in registers. kMany: a CTA has several rows and prefetches the next one
 // while it sums one.
@@ -159,6 +181,19 @@ void select_rows(const float* in, const int* chosen, int rows, const Rows& out, 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   const int columns = blocks_of(out.width) * kBlock;
   start(queue, copy_kernel, dim3(ceil_div(columns, kThreads), rows), kThreads, 0, in, nullptr, out);
+}
+
+void gather_columns(const Rows& in, const int* order, int rows, const Rows& out, const Queue& queue) {
+  constexpr int kMaxRows = 65535;  // rows of a grid
+  for (int done = 0; done < rows; done += kMaxRows / kBlock * kBlock) {
+    Rows from = in, to = out;
+    if (from.tiles) from.tiles += (size_t)done / kBlock * blocks_of(in.width) * kBlockValues;
+    else from.values += (size_t)done * in.width;
+    to.tiles += (size_t)done / kBlock * blocks_of(out.width) * kBlockValues;
+    start(queue, gather_kernel,
+          dim3(ceil_div(blocks_of(out.width) * 8, kThreads), std::min(rows - done, kMaxRows / kBlock * kBlock)),
+          kThreads, 0, from, order, to);
+  }
 }
 
 }  // namespace AS_DTYPE16

@@ -134,7 +134,7 @@ __global__ void place_kernel(const uint8_t* quants, const uint16_t* scales, cons
   uint32_t word = 0;
   for (int j = 0; j < each; j++)
     if (const int own = begin + j / 2 * 8 + j % 2; own < m.k)
-      word |= (uint32_t)quants[(size_t)row * m.k + own] << bit_of(bits, own);
+      word |= bits_of_value(m.quants, own, quants[(size_t)row * m.k + own]);
   m.quants.words[word_of(m.quants, first + row, begin, blocks_of(m.k))] = word;
 }
 

@@ -41,21 +41,36 @@ __device__ inline float recovered(uint32_t scales, int quant, int bits) {
   const float scale = __uint_as_float(scales << 16), offset = __uint_as_float(scales & 0xffff0000u);
   return __fadd_rn(__fmul_rn(scale, (float)(quant - (1 << (bits - 1)))), offset);
 }
+__device__ inline float e2m1_value(uint32_t value) {
+  constexpr float kValues[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  return value & 8 ? -kValues[value & 7] : kValues[value & 7];
+}
+// Rounded to bfloat16, as in GEMMs.
+__device__ inline float nf4_value(uint32_t value) {
+  constexpr uint16_t kValues[16] = {0xbf80, 0xbf32, 0xbf06, 0xbeca, 0xbe92, 0xbe3d, 0xbdba, 0x0000,
+                                    0x3da3, 0x3e25, 0x3e7c, 0x3ead, 0x3ee2, 0x3f10, 0x3f39, 0x3f80};
+  return __uint_as_float((uint32_t)kValues[value] << 16);
+}
+// The value of a small float in 4 bits. scales: of both halves of its group.
+__device__ inline float small_float(const Quants& c, uint32_t scales, int column, uint32_t value) {
+  const bool second = c.codes == Codes::nvfp4 ? column / 16 % 2 : column / 32 % 2;
+  const float scale = __uint_as_float(second ? scales & 0xffff0000u : scales << 16);
+  return c.codes == Codes::nf4 ? __fmul_rn(nf4_value(value), scale)
+                               : __fmul_rn(e2m1_value(value), __fmul_rn(scale, 1 / kMxLarger));
+}
 __device__ inline float value_of(const Quants& c, int row, int column, int k) {
   if (c.mx) {
-    constexpr float kValues[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     const uint32_t value = mx_value(column % 32 / 8, c.words[word_of(c, row, column, blocks_of(k))] >> column % 2 * 16);
     const int scale =
         reinterpret_cast<const uint8_t*>(c.words)[mx_tile(row, column, blocks_of(k)) + mx_scale(row, column)];
-    const float size = scalbnf(kValues[value & 7], scale - kMxBias - 127);
-    return value & 8 ? -size : size;
+    return scalbnf(e2m1_value(value), scale - kMxBias - 127);
   }
   const uint32_t word = c.words[word_of(c, row, column, blocks_of(k))];
   if (c.floats)
     return __fmul_rn(__uint_as_float(c.scales[scale_of(row, column / c.group, c.groups)]),
                      from_e4m3(word >> bit_of(8, column) & 0xff));
-  return recovered(c.scales[scale_of(row, column / c.group, c.groups)],
-                   word >> bit_of(c.bits, column) & ((1 << c.bits) - 1), c.bits);
+  const uint32_t scales = c.scales[scale_of(row, column / c.group, c.groups)], value = value_in(c, column, word);
+  return c.codes == Codes::integers ? recovered(scales, value, c.bits) : small_float(c, scales, column, value);
 }
 
 // A word as a pair of bfloat16 values.
@@ -72,7 +87,7 @@ __device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_
   return y;
 }
 
-// A row's scale and offset, each twice in a pair.
+// A row's scale and offset, each twice in a pair. Of small floats the scales of both halves of a group.
 struct Affine {
   __nv_bfloat162 scale, offset;
 
@@ -94,8 +109,38 @@ struct Affine {
   }
 };
 
+// The two pairs of e2m1 values of 16 columns (`second`: the word's last 16) times their scale, which is stored 2^126
+// times larger. A value's three lower bits, as the lowest exponent bits and the highest fraction bit of a bfloat16, are
+// that value times 2^-126 (0.5 becomes a subnormal number, 0 stays 0), and the sign is a bfloat16's. So one
+// multiplication makes the value; nothing is rounded if the scale has up to six significant bits. Bits are placed so
+// that most pairs of a word come from it by a shift and a mask, and shifts are to the left: those are multiplications,
+// which other units than those of logic compute.
+__device__ __forceinline__ void e2m1_pairs(uint32_t word, bool second, __nv_bfloat162 scale, uint32_t& low,
+                                           uint32_t& high) {
+  constexpr uint32_t kMask = 0x81c081c0u, kSize = 0x01c001c0u, kSign = 0x80008000u;
+  const uint32_t first_pair = (second ? word << 6 : word) & kMask;
+  const uint32_t other_pair =
+      second ? masked(word << 5, kSign, word >> 6 & kSize) : masked(word << 4, kSign, word << 3 & kSize);
+  low = bits_of(__hmul2(pair_of(first_pair), scale)), high = bits_of(__hmul2(pair_of(other_pair), scale));
+}
+
+// The same of NF4. Its table, rounded to bfloat16, is in eight registers: four bytes are looked up at a time.
+__device__ __forceinline__ void nf4_pairs(uint32_t word, bool second, __nv_bfloat162 scale, uint32_t& low,
+                                          uint32_t& high) {
+  const uint32_t four = second ? word >> 16 : word;
+  const uint32_t is_upper = __byte_perm(0xff00u, 0, four >> 3 & 0x1111);  // a byte for each value of at least 8
+  const auto bytes = [&](uint32_t first, uint32_t second, uint32_t third, uint32_t fourth) {
+    const uint32_t lower = __byte_perm(first, second, four), upper = __byte_perm(third, fourth, four);
+    return (lower & ~is_upper) | (upper & is_upper);
+  };
+  const uint32_t lows = bytes(0xca063280u, 0x00ba3d92u, 0xad7c25a3u, 0x803910e2u),
+                 highs = bytes(0xbebfbfbfu, 0x00bdbebeu, 0x3e3e3e3du, 0x3f3f3f3eu);
+  low = bits_of(__hmul2(pair_of(__byte_perm(lows, highs, 0x5140)), scale));
+  high = bits_of(__hmul2(pair_of(__byte_perm(lows, highs, 0x7362)), scale));
+}
+
 // A lane's quantized values of a tile of 16 rows x 64 columns, loaded 16 bytes at a time.
-template <int kBits>
+template <int kBits, Codes kCodes = Codes::integers>
 struct LaneQuants {
   static constexpr int kLoads = kBits / 4;
   uint4 loaded[kLoads];
@@ -109,7 +154,12 @@ struct LaneQuants {
 #pragma unroll
     for (int below = 0; below < 2; below++) {
       const Affine& row = rows[below];
-      if constexpr (kBits == 4) {
+      const __nv_bfloat162 scale = (kCodes == Codes::nvfp4 ? step % 2 : step / 2) ? row.offset : row.scale;
+      if constexpr (is_e2m1(kCodes)) {
+        e2m1_pairs(words[below], step % 2, scale, a[below], a[2 + below]);
+      } else if constexpr (kCodes == Codes::nf4) {
+        nf4_pairs(words[below], step % 2, scale, a[below], a[2 + below]);
+      } else if constexpr (kBits == 4) {
         const uint32_t word = step % 2 ? words[below] >> 8 : words[below];
         a[below] = row.low(word), a[2 + below] = row.tiny(word & 0x00f000f0u, 4);
       } else {
@@ -120,11 +170,7 @@ struct LaneQuants {
   }
 };
 
-// A lane's MXFP4 values of a tile. An e2m1 value's three lower bits, as the lowest exponent bits and the highest
-// fraction bit of a bfloat16, are that value times 2^-126 (0.5 becomes a subnormal number, 0 stays 0), and the sign is
-// a bfloat16's. So one multiplication by 2^126 times the scale, in which nothing is rounded, makes the value. Bits are
-// placed so that most pairs of a word come from it by a shift and a mask, and shifts are to the left: those are
-// multiplications, which other units than those of logic compute.
+// A lane's MXFP4 values of an expert's tile.
 struct MxQuants {
   uint4 loaded;
   uint32_t scales;
@@ -138,17 +184,12 @@ struct MxQuants {
   }
   // As LaneQuants::fragment().
   __device__ __forceinline__ void fragment(int step, uint32_t (&a)[4]) const {
-    constexpr uint32_t kMask = 0x81c081c0u, kSize = 0x01c001c0u, kSign = 0x80008000u;
     const uint32_t words[2] = {step / 2 ? loaded.z : loaded.x, step / 2 ? loaded.w : loaded.y};
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-      const uint32_t word = words[below];
       // The byte becomes the exponent of a bfloat16, twice.
       const __nv_bfloat162 scale = pair_of(__byte_perm(scales, 0, 0x4440 | (below * 2 + step / 2)) * 0x00800080u);
-      const uint32_t low = (step % 2 ? word << 6 : word) & kMask;
-      const uint32_t high =
-          step % 2 ? masked(word << 5, kSign, word >> 6 & kSize) : masked(word << 4, kSign, word << 3 & kSize);
-      a[below] = bits_of(__hmul2(pair_of(low), scale)), a[2 + below] = bits_of(__hmul2(pair_of(high), scale));
+      e2m1_pairs(words[below], step % 2, scale, a[below], a[2 + below]);
     }
   }
 };
@@ -161,6 +202,33 @@ __device__ inline void cut_fragment(uint32_t (&a)[4], int columns) {
     if (column >= columns) a[i] = 0;
     else if (column + 1 >= columns) a[i] &= 0xffff;
   }
+}
+
+// Scales of weights: none for floats; of quantized values, those that change within 64 columns of K or only between
+// blocks; those of MXFP4, which lie in its tiles.
+enum class Scales { none, blocks, fine, mx };
+
+// Weights of kBits bits.
+template <int kBits_, Scales kScales_, Codes kCodes_ = Codes::integers>
+struct WeightType {
+  static constexpr int kBits = kBits_;
+  static constexpr Scales kScales = kScales_;
+  static constexpr bool kFine = kScales == Scales::fine;
+  static constexpr Codes kCodes = kCodes_;
+};
+
+// Calls start() with the type of quantized integers, or with that of small floats.
+template <typename Start>
+void by_integers(const Quants& quants, const Start& start) {
+  const bool fine = quants.fine();
+  if (quants.bits == 4) fine ? start(WeightType<4, Scales::fine>()) : start(WeightType<4, Scales::blocks>());
+  else fine ? start(WeightType<8, Scales::fine>()) : start(WeightType<8, Scales::blocks>());
+}
+template <typename Start>
+void by_small_floats(const Quants& quants, const Start& start) {
+  if (quants.codes == Codes::nvfp4) start(WeightType<4, Scales::fine, Codes::nvfp4>());
+  else if (quants.codes == Codes::mxfp4) start(WeightType<4, Scales::blocks, Codes::mxfp4>());
+  else start(WeightType<4, Scales::blocks, Codes::nf4>());
 }
 
 }  // namespace AS_DTYPE16
