@@ -167,7 +167,8 @@ def test_permuted_columns(n, k, form, group):
     rng, gpu = np.random.default_rng(SEED), executor()
     bits, order = 8 if form == "int8" else 4, rng.permutation(k).astype(np.int32)
     values = rng.normal(size=(n, k)).astype(np.float32)
-    q, scales, offsets, _ = _native.Executor().quantize_rows(values[:, order], "F32", bits, group)
+    q, scales, offsets, _ = _native.Executor().quantize_rows(np.ascontiguousarray(values[:, order]), "F32",
+                                                           bits, group)
     permuted, plain = gpu.add_matrix(n, k, form, group, order=order.tolist()), gpu.add_matrix(n, k, form, group)
     for handle in (permuted, plain):
         gpu.fill_quantized(handle, q, scales, offsets, bits, k, group)

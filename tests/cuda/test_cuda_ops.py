@@ -307,10 +307,10 @@ def test_short_chunks_attend_alike_in_tiles_of_both_kinds(group, dim, cache):
     kv = 1 + group % 2
     finish_with_rotated_attention(own, group, kv, dim, **({"window": 11} if group == 3 else {}))
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1100, 1, 530, 257, 64, int(rng.integers(2, 300)))]
-    expected = logits_of_rows(compiled(own, cache, long=True, outputs=2048), prompts, lambda: 1100)
+    expected = logits_of_rows(compiled(own, cache, long=True, outputs=2304), prompts, lambda: 1100)
     for kind, rows in [("decode", 3), ("decode", 11), ("decode", 16), ("decode", 17), ("decode", 64), ("prefill", 11),
                        ("fastest", 7), ("fastest", 40)]:
-        gpu = compiled(own, cache, long=True, outputs=2048, short_chunks=kind)
+        gpu = compiled(own, cache, long=True, outputs=2304, short_chunks=kind)
         assert logits_of_rows(gpu, prompts, lambda rows=rows: rows) == expected, (kind, rows)
 
 
