@@ -120,6 +120,40 @@ __device__ __noinline__ int sample_listed(Shared& s, const RowSample& sample, in
   return token;
 }
 
+// Whether the best kCandidates tokens are certainly not the whole set, found without listing them: kCandidates weights,
+// of which those from chunk i are at most maximum[i] each and sum[i] in all, add up to at most, for any `price`,
+//   kCandidates * price + the sum over i of sum[i] * max(0, 1 - price / maximum[i]).
+__device__ __noinline__ bool is_surely_wide(Shared& s, const RowSample& sample, const RowSums& row, float top) {
+  const bool by_count = sample.kind == SamplingKind::top_k;
+  if (by_count && sample.top_k <= kCandidates) return false;
+  if (by_count || sample.deepest >= 0) {  // a group has at least one token
+    const double steps = steps_of(sample.scale);
+    int there = 0;
+#pragma unroll 1
+    for (int g = threadIdx.x; g < row.group_count; g += kThreads) {
+      const float x = row.groups[g];
+      there += x > -INFINITY && (by_count || depth_of(x, top, steps) <= sample.deepest);
+    }
+    if (block_sum(s.ids, there) <= kCandidates) return false;
+    if (by_count) return true;
+  }
+  if (sample.top_p == 1.0f) return sample.deepest >= 0;
+  constexpr double kSlack = 0.01;  // far more than sums and weights round
+  double need = 0.0, price = 0.0;
+#pragma unroll 1
+  for (int pass = 0;; pass++) {
+    double sum = 0.0;
+#pragma unroll 1
+    for (int c = threadIdx.x; c < row.chunks; c += kThreads) {
+      const double maximum = exp_nonpositive((row.maxima[c] - top) * sample.scale);
+      if (maximum > price) sum += row.sums[c] * (maximum - price);  // sums of chunks are relative to their maxima
+    }
+    sum = block_sum(s.keys, sum);
+    if (pass == 1) return kCandidates * price + sum < (1.0 - kSlack) * need;
+    need = sum * (double)sample.top_p, price = need / (2 * kCandidates);
+  }
+}
+
 // top: becomes the greatest logit.
 __device__ int sample_token(Shared& s, const SampleTask& task, const RowSample& sample, const Logits& x,
                             const RowSums& row, float& top) {
@@ -127,12 +161,11 @@ __device__ int sample_token(Shared& s, const SampleTask& task, const RowSample& 
   if (top == -INFINITY) return kNothing;
   if (sample.kind == SamplingKind::greedy) return first_greatest(s, task, x, row, top);
   if (sample.kind == SamplingKind::all) return sample_chunk(s, task, sample, x, row, top);
+  if (is_surely_wide(s, sample, row, top)) return kWider;
   const bool by_count = sample.kind == SamplingKind::top_k;
   const int most = by_count ? min(sample.top_k, kCandidates) : kCandidates;
   double need = INFINITY;
   if (!by_count && sample.top_p < 1.0f) need = total_weight(s, row, top, sample.scale) * (double)sample.top_p;
-  // Weights are at most 1, up to rounding: kCandidates of them cannot reach `need`.
-  if (need > kCandidates + 1 && need < INFINITY && sample.deepest < 0) return kWider;
   for (int want = by_count ? most : kFew;; want = kCandidates) {
     Key limit = limit_of_groups(s, row, want);
     int count = list_greatest(s, task, x, row, limit, want + 1);
@@ -236,12 +269,15 @@ __global__ void __launch_bounds__(kThreads) wide_kernel(SampleTask task) {
   if (blockIdx.x == 0) finish_row(s, task, j, argmax_of(task, task.samples[j]), token);
 }
 
-// Several CTAs share a row where rows are too few for all SMs. A kernel's CTAs are then resident at once: each takes
-// the registers of an SM.
+// Several CTAs share a row where rows are too few for all SMs: as many as let all clusters run at once.
 int ctas_of_wide(int samples, const Queue& queue) {
-  int ctas = queue.capability == 90 ? 8 : 1;
-  while (ctas > 1 && samples * ctas > sm_count()) ctas /= 2;
-  return ctas;
+  static int at_once[kMostCtas + 1];
+  if (queue.capability != 90) return 1;
+  for (int ctas = kMostCtas; ctas > 1; ctas--) {
+    if (!at_once[ctas]) at_once[ctas] = clusters_at_once(wide_kernel, ctas, kThreads, 0);
+    if (samples <= at_once[ctas]) return ctas;
+  }
+  return 1;
 }
 
 }  // namespace

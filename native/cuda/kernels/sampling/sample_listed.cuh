@@ -99,6 +99,17 @@ __device__ __noinline__ T block_min(T* of_warps, T value) {
   return value;
 }
 
+template <typename T>
+__device__ __noinline__ T block_sum(T* of_warps, T value) {
+  const auto take = [](T a, T b) { return a + b; };
+  value = of_lanes(value, take);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = of_lanes(of_warps[threadIdx.x % 32], take);
+  __syncthreads();
+  return value;
+}
+
 // The sum of the values of all threads up to this one.
 template <typename T>
 __device__ __noinline__ T block_scan(T* of_warps, T value) {

@@ -50,6 +50,8 @@ __device__ inline uint64_t mass_of(float weight) {
   return shift >= 0 ? (uint64_t)fraction << shift : shift > -24 ? fraction >> -shift : 0;
 }
 
+constexpr int kMostCtas = 8;  // of a row
+
 class WideSet {
  public:
   __device__ WideSet(Shared& s, const SampleTask& task, const RowSample& sample, float top)
