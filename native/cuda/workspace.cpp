@@ -5,7 +5,6 @@
 #include <stdexcept>
 
 #include "batch/draft_head.h"
-#include "cuda/kernels/common/shared_limit.h"
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/kernels/sampling/argmax.h"
 #include "cuda/ops/fusion.h"
@@ -14,8 +13,7 @@
 namespace as::cuda {
 namespace {
 
-constexpr size_t kAlign = 1024;            // bytes: alignment of tensors
-constexpr int kExpertsShared = 150 << 10;  // bytes of shared memory that the experts' 16-bit and quantized GEMMs need
+constexpr size_t kAlign = 1024;  // bytes: alignment of tensors
 
 bool has_op(const Program& program, Op kind) {
   return std::any_of(program.ops().begin(), program.ops().end(), [&](const OpNode& op) { return op.is(kind); });
@@ -319,9 +317,6 @@ void Workspace::allocate_expert_rows() {
     if (m.takes_bytes() && (m.quants.bits != 8 || device.capability() != 90))
       refuse("experts of type " + format_of(m) + (m.quants.bits != 8 ? "" : " on a GPU other than Hopper") +
              ": float32, bfloat16, float16, int8, int4 and mxfp4 are available, and on Hopper w8a8 and float8");
-    if (m.takes_tiles() && max_shared() < kExpertsShared)
-      refuse("experts of type bfloat16, float16, int8 and int4 on a GPU with less than " +
-             std::to_string(kExpertsShared >> 10) + " KiB of shared memory for a CTA: " + device.name());
     if (m.reads_tiles() && tiles_bytes(max_rows(op.inputs[0]), m.k) > INT_MAX)  // kernels use 32-bit byte offsets
       refuse("steps of so many rows of experts: lower max_step_tokens");
     const auto [found, first] = expert_rows.try_emplace(set, ExpertRows{{}, m.kind});

@@ -75,10 +75,16 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
                 assert part.tobytes() == every[one].tobytes(), (kind, first, rows, algo, height)
 
 
+def skip_without_kernels(form: str) -> None:
+    if form in ("float8", "w8a8") and executor().capability != 90:
+        pytest.skip("kernels of experts with 8-bit activations are Hopper's")
+
+
 @pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("w8a8", 0), ("w8a8", 64), ("w8a8", 192)])
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 7), (41, 31), (64, 64), (130, 257), (96, 768), (200, 1091), (1536, 130)])
 def test_products_of_8_bit_rows_have_the_same_bits(n, k, form, group):
     """The same for weights with 8-bit activations, on Hopper only."""
+    skip_without_kernels(form)
     experts, top, rng, found = 9, 3, np.random.default_rng(SEED), executor()
     values = (rng.normal(size=(experts * n, k)) * k**-0.5).astype(np.float32)
     handle = found.add_matrix(experts * n, k, form, group, experts)
@@ -106,6 +112,7 @@ def test_products_of_8_bit_rows_have_the_same_bits(n, k, form, group):
 @pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("w8a8", 0), ("w8a8", 64)])
 def test_rows_of_activations_that_are_no_numbers(form, group):
     """A row's NaN reaches no other row of its tile."""
+    skip_without_kernels(form)
     experts, n, k, rng, found = 3, 70, 200, np.random.default_rng(SEED), executor()
     handle = found.add_matrix(experts * n, k, form, group, experts)
     found.fill_matrix(handle, rng.normal(size=(experts * n, k)).astype(np.float32), "F32")
@@ -125,6 +132,7 @@ KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any"
 @pytest.mark.parametrize("experts, top, width, inner", [*toys.SIZES, (300, 6, 130, 64)])
 @pytest.mark.parametrize("form, group, tolerance", [*FORMATS, ("int8", 0, 6e-2), ("int4", 0, 6e-2), *BYTES])
 def test_experts(experts, top, width, inner, form, group, tolerance):
+    skip_without_kernels(form)
     compare(toys.normalized(toy(), experts, top, width, inner, form, group), tolerance)
 
 
@@ -144,6 +152,7 @@ def test_routers(router, corrected):
 def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, form, group, normalized):
     if group and inner < 64:
         pytest.skip("there are others")
+    skip_without_kernels(form)
     own = toy()
     x = embedded(own, width)
     for _ in range(2):

@@ -16,15 +16,21 @@ constexpr int kColumnTiles = 2;  // tiles of 16 columns of an item
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
-// Type: of the weights. kTiles: tiles of 8 entries. kDeep: few warps work, and each has many stages.
-template <typename Type, int kTiles, bool kDeep = false>
+// Shared memory of a CTA: as usual; much, where few warps work and each has many stages; as little as any chip has.
+enum class Ring { usual, deep, small };
+constexpr int kSmallRing = 99 << 10;
+
+// Type: of the weights. kTiles: tiles of 8 entries.
+template <typename Type, int kTiles, Ring kRing = Ring::usual>
 struct Shape : ColumnTiles<Type, kColumnTiles> {
   static constexpr int kRowsAt = ColumnTiles<Type, kColumnTiles>::kBytes;
   static constexpr int kStageBytes = kRowsAt + kTiles * kStageRows;
-  static constexpr int kRings = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // bytes of all warps' stages
-  static constexpr int kMost = kRings / kWarps / kStageBytes, kStages = kMost < (kDeep ? 16 : 8) ? kMost
-                                                                        : kDeep                  ? 16
-                                                                                                 : 8;
+  static constexpr bool kDeep = kRing == Ring::deep;
+  static constexpr int kRings = kRing == Ring::small ? kSmallRing  // bytes of all warps' stages
+                                : kDeep              ? 204 << 10
+                                : kTiles == 8        ? 150 << 10
+                                                     : 104 << 10;
+  static constexpr int kStages = std::min(kRings / kWarps / kStageBytes, kDeep ? 16 : 8);
   static constexpr int kShared = kWarps * kStages * kStageBytes;
 };
 
@@ -37,11 +43,11 @@ struct Ahead {
   int rows[2 * kTiles];    // a lane's offsets into x; -1: there is no such row
 };
 
-template <typename Type, int kTiles, bool kDeep>
+template <typename Type, int kTiles, Ring kRing>
 __global__ void __launch_bounds__(32 * kWarps)
     gemm_experts_kernel(const __grid_constant__ ExpertGemmArgs e, int columns, int most, int blocks,
                         size_t expert_bytes) {
-  using S = Shape<Type, kTiles, kDeep>;
+  using S = Shape<Type, kTiles, kRing>;
   constexpr int kBits = S::kBits;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes;
@@ -156,15 +162,15 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <typename Type, int kTiles, bool kDeep>
+template <typename Type, int kTiles, Ring kRing>
 void start_tiles(const ExpertGemmArgs& e, int items, int columns, const Queue& queue) {
-  using S = Shape<Type, kTiles, kDeep>;
-  static_assert(S::kStages >= 3);
-  const auto kernel = gemm_experts_kernel<Type, kTiles, kDeep>;
+  using S = Shape<Type, kTiles, kRing>;
+  static_assert(S::kStages >= (kRing == Ring::small ? 2 : 3));
+  const auto kernel = gemm_experts_kernel<Type, kTiles, kRing>;
   const Matrix& w = e.gemm.w;
   allow_shared(kernel, S::kShared);
   int merged = 1;
-  if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
+  if (!S::kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&merged, kernel, 32 * kWarps, S::kShared);
   const int grid = std::min(items, std::max(merged, 1) * sm_count());
   start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), bytes_of_expert(w));
 }
@@ -174,8 +180,11 @@ void start_tiles(const ExpertGemmArgs& e, int entries, const Queue& queue) {
   const int columns = ceil_div(e.gemm.w.n, kColumnTiles * kTileRows),
             items = max_items(e, entries, kTiles * kRowTile, columns);
   if (kTiles == 1 && queue.capability == 90 && items <= kWarps * sm_count())
-    return start_tiles<Type, 1, true>(e, items, columns, queue);
-  start_tiles<Type, kTiles, false>(e, items, columns, queue);
+    return start_tiles<Type, 1, Ring::deep>(e, items, columns, queue);
+  constexpr int kShared = Shape<Type, kTiles>::kShared;
+  if constexpr (kShared > kSmallRing)
+    if (max_shared() < kShared) return start_tiles<Type, kTiles, Ring::small>(e, items, columns, queue);
+  start_tiles<Type, kTiles, Ring::usual>(e, items, columns, queue);
 }
 
 template <typename Type>
