@@ -1,8 +1,9 @@
 """Times the ops of layers with a gated delta rule on a GPU: 6 such layers and one of attention, in the shape of
-Qwen3.6-35B-A3B without its experts, random weights in bfloat16. Prints the microseconds of an op in a layer, the part
+Qwen3.6-35B-A3B without its experts, random weights in bfloat16; or state spaces in the shape of Nemotron-3-Nano-30B-A3B
+(64 heads of 64, 8 groups of 128). Prints the microseconds of an op in a layer, the part
 of the GPU's memory bandwidth that its bytes are, and what 30 such layers take of a step or of a prompt's token.
 
-`python bench_cuda_recurrent.py [device]`
+`python bench_cuda_recurrent.py [device] [delta|ssd]`
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from allspark_server import _cuda, _native
 from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 
 HIDDEN, LAYERS, KEY_HEADS, HEADS, DIM, VOCAB, SPAN, LENGTH, SLOTS, ROWS = 2048, 6, 16, 32, 128, 4096, 32, 2304, 32, 8192
-OPS = ("causal_conv", "gated_delta", "gated_rms_norm")
+STATE_HEADS, STATE_HEAD, GROUPS = 64, 64, 8  # of a state space, whose states have DIM features
+OPS = ("causal_conv", "gated_delta", "ssd", "gated_rms_norm")
 ALL_LAYERS = 30  # of the whole model
 
 
-def model(device: int):
+def model(device: int, ssd: bool):
     e = _cuda.Executor(device, _native.HostSampler(4))
     rng = np.random.default_rng(0)
-    mixed_width, width = 2 * KEY_HEADS * DIM + HEADS * DIM, HEADS * DIM
+    width = STATE_HEADS * STATE_HEAD if ssd else HEADS * DIM
+    mixed_width, gate_width = width + 2 * (GROUPS if ssd else KEY_HEADS) * DIM, STATE_HEADS if ssd else 2 * HEADS
 
     def matrix(n: int, k: int, size: float = 0.035) -> int:
         handle = e.add_matrix(n, k, "bfloat16", 0)
@@ -33,17 +36,23 @@ def model(device: int):
         return e.add_vector(rng.normal(size=int(np.prod(shape))).astype(np.float32))
 
     x, mixed, convolved, gates, out, z, branch, qkv, context, last, logits = (e.add_tensor(*t) for t in (
-        (HIDDEN,), (mixed_width,), (mixed_width,), (2 * HEADS,), (width,), (width,), (HIDDEN,), (3 * 2 * DIM,),
+        (HIDDEN,), (mixed_width,), (mixed_width,), (gate_width,), (width,), (width,), (HIDDEN,), (3 * 2 * DIM,),
         (2 * DIM,), (HIDDEN, 1), (VOCAB, 1)))
     e.add_op("embedding", [], [x], [matrix(VOCAB, HIDDEN, 1.0)], {"vocab_begin": 0})
     for _ in range(LAYERS):
         e.add_op("linear", [x], [mixed], [matrix(mixed_width, HIDDEN)], {})
-        e.add_op("linear", [x], [gates], [matrix(2 * HEADS, HIDDEN)], {})
+        e.add_op("linear", [x], [gates], [matrix(gate_width, HIDDEN)], {})
         e.add_op("linear", [x], [z], [matrix(width, HIDDEN)], {})
         e.add_op("causal_conv", [mixed], [convolved], [vector(mixed_width, 4)], {"taps": 4, "activated": 1})
-        e.add_op("gated_delta", [convolved, gates], [out], [vector(HEADS), vector(HEADS)],
-                 {"key_dim": DIM, "value_dim": DIM})
-        e.add_op("gated_rms_norm", [out, z], [], [vector(DIM)], {"eps": 1e-6, "head_dim": DIM, "gate": "silu"})
+        if ssd:
+            e.add_op("ssd", [convolved, gates], [out], [vector(STATE_HEADS) for _ in range(3)],
+                     {"state_dim": DIM, "head_dim": STATE_HEAD})
+            e.add_op("gated_rms_norm", [out, z], [], [vector(width)],
+                     {"eps": 1e-5, "head_dim": width // GROUPS, "gate": "silu", "gate_first": 1})
+        else:
+            e.add_op("gated_delta", [convolved, gates], [out], [vector(HEADS), vector(HEADS)],
+                     {"key_dim": DIM, "value_dim": DIM})
+            e.add_op("gated_rms_norm", [out, z], [], [vector(DIM)], {"eps": 1e-6, "head_dim": DIM, "gate": "silu"})
         e.add_op("linear", [out], [branch], [matrix(HIDDEN, width)], {})
         e.add_op("add", [x, branch], [x], [], {})
     e.add_op("linear", [x], [qkv], [matrix(3 * 2 * DIM, HIDDEN)], {})
@@ -84,7 +93,7 @@ def report(e, what: str, rows: int, bandwidth: float) -> None:
 def main() -> None:
     device = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     bandwidth, _ = _cuda.measure_roofline(device)
-    e = model(device)
+    e = model(device, sys.argv[2:] == ["ssd"])
     print(f"{e.device_name}, {bandwidth / 1e12:.2f} TB/s", flush=True)
     for slots in (1, 8, 32):
         e.step(begin(slots, 200))

@@ -136,11 +136,9 @@ class Device:
         x = graph.tensors[op.inputs[0]]
         if op.type == "causal_conv":
             return self._library.causal_conv_bytes(x.width_of(rank, world), op.attrs["taps"])
-        if op.type == "ssd":
-            heads, groups = (block.width_of(rank, world) // int(op.attrs[name])
-                             for block, name in zip(x.blocks, ("head_dim", "state_dim")))
-            return self._library.ssd_bytes(heads, groups, op.attrs["state_dim"], op.attrs["head_dim"])
         key_heads, values, key_dim, value_dim = delta_heads(graph, op, rank, world)
+        if op.type == "ssd":
+            return self._library.ssd_bytes(values // value_dim, key_heads, key_dim, value_dim)
         return self._library.gated_delta_bytes(key_heads, values // value_dim // key_heads, key_dim, value_dim,
                                                key_dim if op.attrs.get("channels") else 1)
 
@@ -246,7 +244,7 @@ class Gpu(Device):
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
-    missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions", "ssd": "state spaces"}
+    missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions"}
     cache_share = largest_cache_share = 0.95
     host_memory = False
 
@@ -373,11 +371,11 @@ class Gpu(Device):
         return self._library.partial_bytes(dim) * self._library.latent_head_tiles(heads)
 
     def _delta_bytes(self, model: RankModel, rows: int) -> int:
-        """Bytes of the workspace for prompts of layers with the gated delta rule."""
+        """Bytes of the workspace for prompts of layers with the gated delta rule or a state space."""
         sizes = [self._library.gated_delta_scratch(key_heads, values // value_dim, rows)
                  for key_heads, values, _, value_dim in (
                      delta_heads(model.graph, op, model.rank, model.world)
-                     for op in model.graph.ops if op.type == "gated_delta")]
+                     for op in model.graph.ops if op.type in ("gated_delta", "ssd"))]
         return max(sizes, default=0)
 
     def _widened_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
@@ -394,10 +392,14 @@ class Gpu(Device):
 
 
 def delta_heads(graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int, int, int]:
-    """Of a gated_delta op on a rank: key heads, columns of values, dimensions of a key head and of a value head."""
-    keys, values = (block.width_of(rank, world) for block in graph.tensors[op.inputs[0]].blocks[1:])
-    key_dim = int(op.attrs["key_dim"])
-    return keys // key_dim, values, key_dim, int(op.attrs["value_dim"])
+    """Of a gated_delta op on a rank: key heads, columns of values, dimensions of a key head and of a value head. Of an
+    ssd op, the same with its groups of B for key heads.
+    """
+    first, keys, last = (block.width_of(rank, world) for block in graph.tensors[op.inputs[0]].blocks)
+    state_space = op.type == "ssd"
+    key_dim, value_dim = (int(op.attrs[name])
+                          for name in (("state_dim", "head_dim") if state_space else ("key_dim", "value_dim")))
+    return keys // key_dim, first if state_space else last, key_dim, value_dim
 
 
 def kept_bytes(model: RankModel, rows: int) -> int:

@@ -515,6 +515,7 @@ def gpu_digests(index: int) -> dict[str, str]:
     found = {f"weights {weights}": _run(_executor(weights, 0, "float32", empty=empty), (3, 37, 1, 290))
              for weights in UNQUANTIZED}
     found["recurrent"] = _run(_recurrent("float32", 0, empty, (0,)), (3, 63, 130))
+    found["state space"] = _run(_state_space("float32", 0, empty), (3, 63, 130))
     found["latent"] = _run(_latent("float32", 0, "float32", empty), (3, 63, 130), groups=2)
     found["latent mma"] = _run(_latent("bfloat16", 0, "bfloat16", empty, (64, 512)), (3, 63, 290), groups=2)
     found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache, empty=empty), (LONG,)) for cache in UNQUANTIZED}

@@ -382,6 +382,13 @@ PYBIND11_MODULE(_cuda, m) {
       py::arg("key_heads"), py::arg("group"), py::arg("key_dim"), py::arg("value_dim"), py::arg("decays"),
       "As the CPU backend's.");
   m.def(
+      "ssd_bytes",
+      [](int heads, int groups, int state_dim, int head_dim) {
+        const PageBytes page = gated_delta_bytes({state_dim, head_dim, groups, heads});
+        return std::make_pair(page.state, page.recent);
+      },
+      py::arg("heads"), py::arg("groups"), py::arg("state_dim"), py::arg("head_dim"), "As the CPU backend's.");
+  m.def(
       "causal_conv_bytes",
       [](int channels, int taps) {
         const PageBytes page = causal_conv_bytes(channels, taps);
@@ -392,7 +399,7 @@ PYBIND11_MODULE(_cuda, m) {
       "gated_delta_scratch",
       [](int key_heads, int heads, int rows) { return gated_delta_scratch({0, 0, key_heads, heads}, rows); },
       py::arg("key_heads"), py::arg("heads"), py::arg("rows"),
-      "Bytes that a gated_delta op takes for steps of so many rows.");
+      "Bytes that a gated_delta or ssd op takes for steps of so many rows.");
   m.def("padded_rows", padded_rows, py::arg("rows"), py::arg("most"),
         "The rows that a decode step of `rows` rows is padded to, if no step has more than `most`.");
   m.def("span_bytes",

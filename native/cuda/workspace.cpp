@@ -70,13 +70,14 @@ SharedHeads shared_heads(const OpNode& op) {
 DeltaShape delta_shape(const Program& program, const OpNode& op) {
   const auto width = [&](int tensor) { return program.tensors()[tensor].width; };
   DeltaShape shape;
-  shape.key = op.integer("key_dim"), shape.value = op.integer("value_dim");
+  const bool delta = op.is(Op::gated_delta);
+  shape.key = op.integer(delta ? "key_dim" : "state_dim"), shape.value = op.integer(delta ? "value_dim" : "head_dim");
   shape.heads = width(op.outputs[0]) / shape.value;
   shape.key_heads = (width(op.inputs[0]) - width(op.outputs[0])) / (2 * shape.key);
-  if (op.flag("channels")) refuse("op gated_delta with a decay for each channel");
+  if (delta && op.flag("channels")) refuse("op gated_delta with a decay for each channel");
   if (shape.key > kMostKeyDim)
-    refuse("op gated_delta with key heads of " + std::to_string(shape.key) + " features, at most " +
-           std::to_string(kMostKeyDim));
+    refuse(std::string("op ") + op.spec->name + " with " + (delta ? "key heads" : "states") + " of " +
+           std::to_string(shape.key) + " features, at most " + std::to_string(kMostKeyDim));
   return shape;
 }
 
@@ -278,7 +279,7 @@ void Workspace::allocate_cache() {
 void Workspace::allocate_states() {
   size_t bytes = 0, rows = 0;
   for (const OpNode& op : program.ops()) {
-    if (!op.is(Op::causal_conv) && !op.is(Op::gated_delta)) continue;
+    if (!op.is(Op::causal_conv) && !op.is(Op::gated_delta) && !op.is(Op::ssd)) continue;
     StatePages pages;
     if (op.is(Op::causal_conv)) {
       pages.bytes = causal_conv_bytes(tensors[op.inputs[0]].rows.width, op.integer("taps"));

@@ -50,7 +50,7 @@ struct SharedHeads {
 };
 SharedHeads shared_heads(const OpNode& attention);
 
-// The heads of a gated_delta op. Throws std::invalid_argument if the backend does not support them.
+// The heads of a gated_delta or ssd op. Throws std::invalid_argument if the backend does not support them.
 DeltaShape delta_shape(const Program& program, const OpNode& op);
 
 // A tensor of the program.

@@ -11,7 +11,7 @@ from allspark_server.runtime.plan import STATES
 from reference.plan import GIVEN, SAMPLE
 from reference.toy import item, plan, spans_for, start
 from support.gpu_toys import EXACT, SEED, VOCAB, compare, compiled, embedded, logits_of_rows, tokens_of, toy
-from support.recurrent_toys import SHAPES, recurrent_model, with_conv, with_delta
+from support.recurrent_toys import SHAPES, SSD_SHAPES, recurrent_model, with_conv, with_delta, with_ssd
 
 pytestmark = pytest.mark.cuda
 
@@ -33,23 +33,42 @@ def test_gated_delta(shape, rate):
     compare(own)
 
 
+@pytest.mark.parametrize("rate, limits", [(-3.0, {}), (0.0, {"least_step": 0.3, "most_step": 0.9}), (4.0, {})])
+@pytest.mark.parametrize("shape", [*SSD_SHAPES, (64, 1, 128, 64), (4, 2, 36, 200)])
+def test_ssd(shape, rate, limits):
+    own = toy()
+    own.finish(with_ssd(own, embedded(own, 31), *shape, rate, **limits))
+    compare(own)
+
+
+@pytest.mark.parametrize("width", [1, 33, 640])
+def test_relu_square(width):
+    own = toy()
+    own.finish(own.op("relu_square", (own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width))),)))
+    compare(own)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
-@pytest.mark.parametrize("heads, dim", [(1, 1), (3, 7), (2, 64), (5, 33)])
-def test_gates(heads, dim, gate):
+@pytest.mark.parametrize("heads, dim", [(1, 1), (3, 7), (2, 64), (5, 33), (2, 131)])
+def test_gates(heads, dim, gate, gate_first):
     own = toy()
     width = heads * dim
     x = own.embedding(VOCAB, width, 4 * own.rng.normal(size=(VOCAB, width)))
     gates = own.op("linear", (x,), width, (own.matrix(width, width),))
-    normed = own.op("gated_rms_norm", (x, gates), None, (own.vector(dim),), eps=1e-3, head_dim=dim, gate=gate)
+    weight = own.vector(width if gate_first else dim)
+    normed = own.op("gated_rms_norm", (x, gates), None, (weight,), eps=1e-3, head_dim=dim, gate=gate,
+                    gate_first=gate_first)
     own.finish(own.op("sigmoid_gate", (normed, gates)))
     compare(own)
 
 
+@pytest.mark.parametrize("kind", ["delta", "ssd"])
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 63, 64, 65, 129])
-def test_bits_do_not_depend_on_chunks_and_batches(count):
+def test_bits_do_not_depend_on_chunks_and_batches(count, kind):
     """Rows of prompts of several chunks, at once and `count` at a time, alone and together."""
     prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 63, 64, 65, 129, 330)]
-    own = recurrent_model(7, "delta")
+    own = recurrent_model(7, kind)
     gpu = compiled(own, long=True, outputs=2048)
     expected = []
     for used, prompt in enumerate(prompts):
@@ -69,19 +88,21 @@ def free(gpu, used: int) -> None:
         gpu.step(plan([], free=[0]), False)
 
 
+@pytest.mark.parametrize("kind", ["delta", "ssd"])
 @pytest.mark.parametrize("length", [1, 40, 57, 60, 62, 63, 64, 65, 100])
-def test_rejected_drafts_leave_no_trace_in_states(length):
+def test_rejected_drafts_leave_no_trace_in_states(length, kind):
     """Random drafts, also beyond a multiple of 64 positions, against none; with and without graphs."""
     prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (length, length + 1)]
-    found = [tokens_of(compiled(recurrent_model(9, "delta"), graphs=graphs), prompts, flags, drafts=drafts,
+    found = [tokens_of(compiled(recurrent_model(9, kind), graphs=graphs), prompts, flags, drafts=drafts,
                        do_sample=False)
              for graphs, flags, drafts in ((True, 0, 0), (False, 0, 0), (True, GIVEN, 3), (True, GIVEN, 12))]
     assert all(each == found[0] for each in found[1:])
 
 
-def test_a_state_is_saved_and_loaded_with_its_bits():
+@pytest.mark.parametrize("kind", ["delta", "ssd"])
+def test_a_state_is_saved_and_loaded_with_its_bits(kind):
     """Through spans of the cache to another slot: the next rows' logits are those of the sequence itself."""
-    gpu, size = compiled(recurrent_model(9, "delta"), long=True), 150
+    gpu, size = compiled(recurrent_model(9, kind), long=True), 150
     prompt = np.random.default_rng(SEED).integers(0, VOCAB, size).tolist()
     own, state = spans_for(size), list(range(20, 220))
     expected = gpu.step(plan([item(0, size, SAMPLE, spans=own)], [start(0, prompt)]), True).logits
@@ -99,7 +120,8 @@ def test_a_decay_for_each_channel_is_refused():
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5", "qwen3-5-moe"])
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5", "qwen3-5-moe", "nemotron-h", "nemotron-h-latent",
+                                  "granite-hybrid", "granite-hybrid-dense"])
 def test_model_in_float32(name):
     pytest.importorskip("transformers.models.qwen3_5_moe")
     from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits
@@ -112,7 +134,10 @@ def test_model_in_float32(name):
 
 
 @pytest.mark.parametrize("name, form, group", [("qwen3-5-moe", "bfloat16", 0), ("qwen3-5-moe", "int8", 0),
-                                               ("qwen3-5-moe", "int4", 32), ("qwen3-5", "w8a8", 0)])
+                                               ("qwen3-5-moe", "int4", 32), ("qwen3-5", "w8a8", 0),
+                                               ("nemotron-h", "bfloat16", 0), ("nemotron-h", "int8", 0),
+                                               ("nemotron-h", "w8a8", 0), ("granite-hybrid", "bfloat16", 0),
+                                               ("granite-hybrid", "int4", 32)])
 def test_bits_of_models_in_every_format(name, form, group):
     pytest.importorskip("transformers.models.qwen3_5_moe")
     from support.checkpoints import checkpoint, prompt_of

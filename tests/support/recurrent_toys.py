@@ -48,8 +48,10 @@ def recurrent_model(seed: int, kind: str):
     x = own.embedding(VOCAB, 24, own.rng.normal(size=(VOCAB, 24)))
     for layer in range(2):
         own.op("add", (x, with_conv(own, x, 24, 4, bool(layer), True)))
-        y = (with_ssd(own, x, 4, 2, 20, 12, -1.0) if kind == "ssd" else
-             with_delta(own, x, 4, 2, 20, 12, kind.endswith("channels"), -1.0))
+        # A state space multiplies three of its inputs: without norms the values of a second one would be huge.
+        normed = own.op("rms_norm", (x,), 24, (own.vector(24),), eps=1e-6)
+        y = (with_ssd(own, normed, 4, 2, 20, 12, -1.0) if kind == "ssd" else
+             with_delta(own, normed, 4, 2, 20, 12, kind.endswith("channels"), -1.0))
         own.op("add", (x, own.op("linear", (y,), 24, (own.matrix(24, 48),))))
     qkv = own.op("linear", (x,), 40, (own.matrix(40, 24),))
     own.op("add", (x, own.op("linear", (own.attention(qkv, 3, 1, 8),), 24, (own.matrix(24, 24),))))

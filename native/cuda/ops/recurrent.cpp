@@ -35,13 +35,37 @@ int bind_gated_delta(Binding& b, size_t i) {
   return 0;
 }
 
+int bind_ssd(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  GatedDelta p;
+  p.shape = delta_shape(b.workspace.program, op);
+  p.x = b.in(op).values(), p.gates = b.in(op, 1).values(), p.y = b.out(op).values();
+  p.a_log = b.vector(op, 0), p.dt_bias = b.vector(op, 1), p.skip = b.vector(op, 2);
+  p.least_step = op.number("least_step"), p.most_step = op.number("most_step");
+  p.pages = b.workspace.state_pages.at(b.next_state++);
+  p.scratch = b.workspace.delta_rows.as(), p.max_rows = b.workspace.limits.max_rows;
+  b.launches.push_back([=, data = &*b.workspace.data, queue = b.queue](const Binding::Size& size) {
+    gated_delta(p, data->state_rows(size), queue);
+  });
+  return 0;
+}
+
 int bind_gated_rms_norm(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   b.check_in_place(op);
   const GatedNorm norm{b.vector(op, 0), op.integer("head_dim"), (float)op.number("eps"),
-                       !std::strcmp(op.choice("gate"), "sigmoid")};
+                       !std::strcmp(op.choice("gate"), "sigmoid"), op.flag("gate_first")};
   b.add_launch(b.in(op).row_set, [=, x = b.in(op), gate = b.in(op, 1), queue = b.queue](int rows) {
     gated_rms_norm(x.values(), gate.values(), norm, rows, x.rows.width, queue);
+  });
+  return 0;
+}
+
+int bind_relu_square(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  b.check_in_place(op);
+  b.add_launch(b.in(op).row_set, [x = b.in(op), queue = b.queue](int rows) {
+    relu_square(x.values(), (size_t)rows * x.rows.width, queue);
   });
   return 0;
 }
@@ -56,7 +80,8 @@ int bind_sigmoid_gate(Binding& b, size_t i) {
 }
 
 const RegisterCudaOp kCausalConv(Op::causal_conv, bind_causal_conv), kGatedDelta(Op::gated_delta, bind_gated_delta),
-    kGatedRmsNorm(Op::gated_rms_norm, bind_gated_rms_norm), kSigmoidGate(Op::sigmoid_gate, bind_sigmoid_gate);
+    kSsd(Op::ssd, bind_ssd), kGatedRmsNorm(Op::gated_rms_norm, bind_gated_rms_norm),
+    kReluSquare(Op::relu_square, bind_relu_square), kSigmoidGate(Op::sigmoid_gate, bind_sigmoid_gate);
 
 }  // namespace
 }  // namespace as::cuda

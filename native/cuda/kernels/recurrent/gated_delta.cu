@@ -1,6 +1,7 @@
-// The gated delta rule (docs/decisions/recurrent.md). All sums are of FMA products in float32 in one order, whatever
-// kernel forms them: over the key's channels, and over the rows since the last multiple of 64, both ascending. The
-// values of a head are independent, so CTAs may take any part of them.
+// The gated delta rule, and Mamba2's selective state space, which is that rule without a system to solve: B is the key,
+// C the query, and a row's delta is dt x (docs/decisions/recurrent.md). All sums are of FMA products in float32 in one
+// order, whatever kernel forms them: over the key's channels, and over the rows since the last multiple of 64, both
+// ascending. The values of a head are independent, so CTAs may take any part of them.
 //
 // Short items (decode, drafts) are computed row by row by one kernel. Long items (prompts) take three: the products of
 // keys and queries of all chunks in parallel; then each head's chunks in turn with the state in shared memory; then the
@@ -19,11 +20,13 @@ constexpr float kLengthEps = 1e-6f;                                  // added to
 
 struct Args {
   GatedDelta p;
-  int group, width;        // value heads of a key head; columns of x
-  int padded, stride;      // key dim in shared memory: with zeros up to a multiple of 4; floats of a row
-  bool aligned;            // heads begin at multiples of 16 bytes
-  double* totals;          // [rows, heads], of long items: decays since the chunk's begin
-  float *betas, *weights;  // [rows, heads]; [rows, key heads, keys and queries, 64]: products with the chunk's keys
+  int group, width;      // value heads of a key head; columns of x
+  int q_at, k_at, v_at;  // columns of x at which queries, keys and values begin
+  int padded, stride;    // key dim in shared memory: with zeros up to a multiple of 4; floats of a row
+  bool aligned;          // heads begin at multiples of 16 bytes
+  double* totals;        // [rows, heads], of long items: decays since the chunk's begin
+  // [rows, heads]: factors of a row's values; [rows, key heads, keys and queries, 64]: products with the chunk's keys
+  float *betas, *weights;
 };
 
 // A slot's ring.
@@ -47,11 +50,19 @@ __device__ int kept_of(const StateItem& item) {
 
 __device__ float decay_between(double later, double earlier) { return expf((float)(later - earlier)); }
 
-// The decay of a row: -exp(A_log) log(1 + exp(a + dt_bias)).
-__device__ double decay_of(const GatedDelta& p, const float* gates, int head) {
-  const double a = (double)gates[head] + (double)p.dt_bias[head];
-  return -exp((double)p.a_log[head]) * (fmax(a, 0.0) + log1p(exp(-fabs(a))));
+// A row's gates: of the delta rule [a | b], of a state space [dt].
+template <bool kDelta>
+__device__ const float* gates_of(const GatedDelta& p, int row) {
+  return p.gates + (size_t)row * (kDelta ? 2 : 1) * p.shape.heads;
 }
+// dt = log(1 + exp(a + dt_bias)), within limits for a state space
+template <bool kDelta>
+__device__ double step_of(const GatedDelta& p, const float* gates, int head) {
+  const double a = (double)gates[head] + (double)p.dt_bias[head], dt = fmax(a, 0.0) + log1p(exp(-fabs(a)));
+  return kDelta ? dt : fmin(fmax(dt, p.least_step), p.most_step);
+}
+// The decay of a row: -exp(A_log) dt.
+__device__ double decay_of(const GatedDelta& p, double dt, int head) { return -exp((double)p.a_log[head]) * dt; }
 __device__ float beta_of(const GatedDelta& p, const float* gates, int head) {
   return 1.0f / (1.0f + expf(-gates[p.shape.heads + head]));
 }
@@ -67,6 +78,14 @@ __device__ void normalize(const float* x, int n, int padded, float scale, float*
     to[c] = value;
     if (also && c < n) also[c] = value;
   }
+}
+
+// A warp copies a head, with zeros up to `padded`; of the delta rule, it is divided by its length, and `also` gets it.
+template <bool kDelta>
+__device__ void take_head(float* x, int n, int padded, float scale, float* to, bool in_place) {
+  if constexpr (kDelta) normalize(x, n, padded, scale, to, in_place ? x : nullptr);
+  else
+    for (int c = threadIdx.x % 32; c < padded; c += 32) to[c] = c < n ? x[c] : 0.0f;
 }
 
 // Queues the copy of a matrix to shared memory, with zeros in columns [width, padded).
@@ -176,7 +195,8 @@ struct HeadState {
 // ---- long items -----------------------------------------------------------------------------------------------------
 
 // A CTA for each chunk and key head: normalizes its rows in place, sums up decays, and multiplies each row's key and
-// query by the chunk's keys up to its own.
+// query by the chunk's keys up to its own. A state space needs no products of keys, and no norms.
+template <bool kDelta>
 __global__ void __launch_bounds__(128) products_kernel(Args a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   after_previous();
@@ -193,15 +213,16 @@ __global__ void __launch_bounds__(128) products_kernel(Args a, StateRows rows) {
             a.aligned);
   for (int i = threadIdx.x / 32; i < 2 * count; i += 4) {
     const int r = i / 2, part = i % 2;  // 0: the key
-    float* head = a.p.x + (size_t)(row + r) * a.width + (part ? 0 : s.key_heads * s.key) + key_head * s.key;
-    normalize(head, s.key, a.padded, part ? __fdiv_rn(1.0f, sqrtf((float)s.key)) : 1.0f,
-              x + (part * kChunkRows + first + r) * a.stride, head);
+    float* head = a.p.x + (size_t)(row + r) * a.width + (part ? a.q_at : a.k_at) + key_head * s.key;
+    take_head<kDelta>(head, s.key, a.padded, part ? __fdiv_rn(1.0f, sqrtf((float)s.key)) : 1.0f,
+                      x + (part * kChunkRows + first + r) * a.stride, true);
   }
   for (int i = threadIdx.x; i < count * a.group; i += 128) {
     const int r = i / a.group, g = i % a.group, head = key_head * a.group + g;
-    const float* gates = a.p.gates + (size_t)(row + r) * 2 * s.heads;
-    decays[g * kChunkRows + r] = decay_of(a.p, gates, head);
-    a.betas[(size_t)(row + r) * s.heads + head] = beta_of(a.p, gates, head);
+    const float* gates = gates_of<kDelta>(a.p, row + r);
+    const double dt = step_of<kDelta>(a.p, gates, head);
+    decays[g * kChunkRows + r] = decay_of(a.p, dt, head);
+    a.betas[(size_t)(row + r) * s.heads + head] = kDelta ? beta_of(a.p, gates, head) : (float)dt;
   }
   wait_rows();
   for (int g = threadIdx.x; g < a.group; g += 128) {
@@ -210,25 +231,27 @@ __global__ void __launch_bounds__(128) products_kernel(Args a, StateRows rows) {
     for (int r = 0; r < count; r++)
       a.totals[(size_t)(row + r) * s.heads + head] = total = __dadd_rn(total, decays[g * kChunkRows + r]);
   }
+  constexpr int kFirst = kDelta ? 0 : 4;  // of 8: keys, then queries
   const int cg = threadIdx.x % 8, rg = threadIdx.x / 8;
   float sums[8][8] = {};
 #pragma unroll 1
   for (int c = 0; c < a.padded; c += 4) {
     float4 left[8];
 #pragma unroll
-    for (int t = 0; t < 8; t++) left[t] = *reinterpret_cast<const float4*>(x + (rg + kRowGroups * t) * a.stride + c);
+    for (int t = kFirst; t < 8; t++)
+      left[t] = *reinterpret_cast<const float4*>(x + (rg + kRowGroups * t) * a.stride + c);
 #pragma unroll
     for (int u = 0; u < 8; u++) {
       const float4 right = *reinterpret_cast<const float4*>(x + (cg + 8 * u) * a.stride + c);
 #pragma unroll
-      for (int t = 0; t < 8; t++) {
+      for (int t = kFirst; t < 8; t++) {
         sums[t][u] = fmaf(left[t].x, right.x, sums[t][u]), sums[t][u] = fmaf(left[t].y, right.y, sums[t][u]);
         sums[t][u] = fmaf(left[t].z, right.z, sums[t][u]), sums[t][u] = fmaf(left[t].w, right.w, sums[t][u]);
       }
     }
   }
 #pragma unroll
-  for (int t = 0; t < 8; t++) {
+  for (int t = kFirst; t < 8; t++) {
     const int i = rg + kRowGroups * (t % 4) - first;
     if (i < 0 || i >= count) continue;
     float* to = a.weights + (((size_t)(row + i) * s.key_heads + key_head) * 2 + t / 4) * kChunkRows;
@@ -258,7 +281,7 @@ struct ChunkMemory {
 
 // A CTA for each item, head and kC of its values: its chunks one after the other. Threads are in 16 groups, each with
 // rows r, r + 16, r + 32 and r + 48 of the chunk, of which each has its key's and its query's sums of kN values.
-template <int kC, int kN>
+template <bool kDelta, int kC, int kN>
 __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   constexpr int kGroups = kC / kN;
@@ -315,15 +338,15 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
     const int row = item.row + position - item.start;
     const float* x = a.p.x + (size_t)row * a.width;
     load_rows(m.keys, a.stride, ring_keys + (size_t)place * s.key, s.key, first, s.key, a.padded, a.aligned);
-    load_rows(m.keys + first * a.stride, a.stride, x + (s.key_heads + key_head) * s.key, a.width, count, s.key,
-              a.padded, a.aligned);
-    load_rows(m.queries + first * a.stride, a.stride, x + key_head * s.key, a.width, count, s.key, a.padded, a.aligned);
+    load_rows(m.keys + first * a.stride, a.stride, x + a.k_at + key_head * s.key, a.width, count, s.key, a.padded,
+              a.aligned);
+    load_rows(m.queries + first * a.stride, a.stride, x + a.q_at + key_head * s.key, a.width, count, s.key, a.padded,
+              a.aligned);
     // Deltas of rows before these; of these, first their values.
     load_rows(m.deltas, kC, ring_deltas + (size_t)place * s.value, s.value, first, width, kC, a.aligned);
-    load_rows(m.deltas + first * kC, kC, x + 2 * s.key_heads * s.key + head * s.value + begin, a.width, count, width,
-              kC, a.aligned);
+    load_rows(m.deltas + first * kC, kC, x + a.v_at + head * s.value + begin, a.width, count, width, kC, a.aligned);
     const float* pairs = a.weights + ((size_t)row * s.key_heads + key_head) * 2 * kChunkRows;
-    for (int part = 0; part < 2; part++)
+    for (int part = kDelta ? 0 : 1; part < 2; part++)
       load_rows(m.pairs + (part * kChunkRows + first) * kPairs, kPairs, pairs + part * kChunkRows,
                 (size_t)s.key_heads * 2 * kChunkRows, count, kChunkRows, kChunkRows, true);
     for (int j = tid; j < first + count; j += kRowGroups * kGroups) {
@@ -340,7 +363,7 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
       float4 k[4], q[4];
 #pragma unroll
       for (int t = 0; t < 4; t++) {
-        k[t] = *reinterpret_cast<const float4*>(m.keys + (rg + kBlock * t) * a.stride + c);
+        if (kDelta) k[t] = *reinterpret_cast<const float4*>(m.keys + (rg + kBlock * t) * a.stride + c);
         q[t] = *reinterpret_cast<const float4*>(m.queries + (rg + kBlock * t) * a.stride + c);
       }
 #pragma unroll
@@ -351,7 +374,7 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
         for (int t = 0; t < 4; t++)
 #pragma unroll
           for (int u = 0; u < kN; u++) {
-            known[t][u] = fmaf(part_of(k[t], n), values[u], known[t][u]);
+            if (kDelta) known[t][u] = fmaf(part_of(k[t], n), values[u], known[t][u]);
             out[t][u] = fmaf(part_of(q[t], n), values[u], out[t][u]);
           }
       }
@@ -369,12 +392,19 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
       if (j > i) continue;
       const float factor = decay_between(m.totals[i], m.totals[j]);
       float* pair = m.pairs + i * kPairs + j;
-      pair[0] = __fmul_rn(factor, pair[0]);
+      if (kDelta) pair[0] = __fmul_rn(factor, pair[0]);
       pair[kChunkRows * kPairs] = __fmul_rn(factor, pair[kChunkRows * kPairs]);
     }
 
+    if constexpr (!kDelta) {
+      for (int n = tid; n < count * kC; n += kRowGroups * kGroups) {
+        float& delta = m.deltas[first * kC + n];
+        delta = __fmul_rn(m.betas[first + n / kC], delta);
+      }
+      __syncthreads();
+    }
     // Forward substitution by blocks of 16 rows, whose number is known when this is compiled: sums stay in registers.
-    const auto solve = [&](auto block) {
+    const auto substitute = [&](auto block) {
       constexpr int b = decltype(block)::value;
 #pragma unroll
       for (int u = 0; u < kN; u += 4)
@@ -398,13 +428,17 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
         }
       }
       __syncthreads();
+    };
+    const auto solve = [&](auto block) {
+      constexpr int b = decltype(block)::value;
+      if constexpr (kDelta) substitute(block);
 #pragma unroll
       for (int j = 0; j < kBlock; j += 4) {
         float4 k[4], q[4];
 #pragma unroll
         for (int t = b; t < 4; t++) {
           const float* pair = m.pairs + (rg + kBlock * t) * kPairs + kBlock * b + j;
-          if (t > b) k[t] = *reinterpret_cast<const float4*>(pair);
+          if (kDelta && t > b) k[t] = *reinterpret_cast<const float4*>(pair);
           q[t] = *reinterpret_cast<const float4*>(pair + kChunkRows * kPairs);
         }
 #pragma unroll
@@ -415,7 +449,7 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
           for (int t = b; t < 4; t++)
 #pragma unroll
             for (int u = 0; u < kN; u++) {
-              if (t > b) known[t][u] = fmaf(part_of(k[t], n), values[u], known[t][u]);
+              if (kDelta && t > b) known[t][u] = fmaf(part_of(k[t], n), values[u], known[t][u]);
               if (t > b || j + n <= rg) out[t][u] = fmaf(part_of(q[t], n), values[u], out[t][u]);
             }
         }
@@ -430,7 +464,9 @@ __global__ void __launch_bounds__(kRowGroups* kC / kN) chunks_kernel(Args a, Sta
       float* y = a.p.y + (size_t)(row + i) * s.heads * s.value + head * s.value + begin;
 #pragma unroll
       for (int u = 0; u < kN; u++)
-        if (const int c = column_of<kC, kN>(cg, u); c < width) y[c] = out[t][u];
+        if (const int c = column_of<kC, kN>(cg, u); c < width)
+          y[c] = kDelta ? out[t][u]
+                        : fmaf(a.p.skip[head], x[(size_t)i * a.width + a.v_at + head * s.value + begin + c], out[t][u]);
     }
     if (at >= kept)
       for (int n = tid; n < count * kC; n += kRowGroups * kGroups)
@@ -457,7 +493,7 @@ __global__ void __launch_bounds__(128) keep_rows_kernel(Args a, StateRows rows) 
   for (int i = threadIdx.x; i < (end - begin) * s.key; i += 128) {
     const int position = begin + i / s.key, c = i % s.key, row = item.row + position - item.start;
     ring.keys[((size_t)key_head * kRing + position % kRing) * s.key + c] =
-        a.p.x[(size_t)row * a.width + (s.key_heads + key_head) * s.key + c];
+        a.p.x[(size_t)row * a.width + a.k_at + key_head * s.key + c];
   }
   for (int i = threadIdx.x; i < (end - begin) * a.group; i += 128) {
     const int position = begin + i / a.group, head = key_head * a.group + i % a.group;
@@ -502,7 +538,8 @@ __device__ float dot(const float* key, const float* x, int n, int padded, bool w
 }
 
 // A CTA for each item, head and 64 of its values: its rows one after the other. Half of the threads form the sums of
-// the key, half those of the query.
+// the key, half those of the query. A state space needs no sums of the key; k_weights holds its rows' steps then.
+template <bool kDelta>
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   after_previous();
@@ -569,38 +606,44 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows row
     if (tid < first) m.totals[tid] = ring_totals[place + tid];
     for (int i = first; i < first + count; i++) {
       const int row = item.row + own_from + i - first, warp = tid / 32;
-      const float* x = a.p.x + (size_t)row * a.width;
-      const float* gates = a.p.gates + (size_t)row * 2 * s.heads;
+      float* x = a.p.x + (size_t)row * a.width;
+      const float* gates = gates_of<kDelta>(a.p, row);
       float* own = m.own + (own_from + i - first) * a.stride;
-      const float v = !asks && d < width ? x[2 * s.key_heads * s.key + head * s.value + begin + d] : 0.0f;
-      if (warp == 0) normalize(x + (s.key_heads + key_head) * s.key, s.key, a.padded, 1.0f, own, nullptr);
+      const float v = (!kDelta || !asks) && d < width ? x[a.v_at + head * s.value + begin + d] : 0.0f;
+      if (warp == 0) take_head<kDelta>(x + a.k_at + key_head * s.key, s.key, a.padded, 1.0f, own, false);
       if (warp == 1)
-        normalize(x + key_head * s.key, s.key, a.padded, __fdiv_rn(1.0f, sqrtf((float)s.key)), m.query, nullptr);
+        take_head<kDelta>(x + a.q_at + key_head * s.key, s.key, a.padded, __fdiv_rn(1.0f, sqrtf((float)s.key)), m.query,
+                          false);
       if (tid == 64) {
         const double before = i == 0 ? 0.0 : i == first ? ring_totals[place + i - 1] : m.totals[i - 1];
-        m.totals[i] = __dadd_rn(before, decay_of(a.p, gates, head));
+        const double dt = step_of<kDelta>(a.p, gates, head);
+        m.totals[i] = __dadd_rn(before, decay_of(a.p, dt, head));
+        if (!kDelta) m.k_weights[i] = (float)dt;
       }
       __syncthreads();
-      if (const int j = d; j <= i) {
+      if (const int j = d; j <= i && (kDelta || asks)) {
         const float sum = dot(key_of(j, own_from), asks ? m.query : own, s.key, a.padded, j >= first || a.aligned);
         (asks ? m.q_weights : m.k_weights)[j] = __fmul_rn(decay_between(m.totals[i], m.totals[j]), sum);
       }
       if (i == first) wait_copies<0>();
       __syncthreads();
-      const float* asked = asks ? m.query : own;
       float sum = 0;
+      if (kDelta || asks) {
+        const float* asked = asks ? m.query : own;
 #pragma unroll 8
-      for (int c = 0; c < a.padded; c += 4) {
-        const float4 four = *reinterpret_cast<const float4*>(asked + c);
+        for (int c = 0; c < a.padded; c += 4) {
+          const float4 four = *reinterpret_cast<const float4*>(asked + c);
 #pragma unroll
-        for (int n = 0; n < 4; n++) sum = fmaf(part_of(four, n), m.state[(c + n) * kColumns + d], sum);
-      }
-      sum = __fmul_rn(decay_between(m.totals[i], 0.0), sum);
-      const float* weights = asks ? m.q_weights : m.k_weights;
+          for (int n = 0; n < 4; n++) sum = fmaf(part_of(four, n), m.state[(c + n) * kColumns + d], sum);
+        }
+        sum = __fmul_rn(decay_between(m.totals[i], 0.0), sum);
+        const float* weights = asks ? m.q_weights : m.k_weights;
 #pragma unroll 8
-      for (int j = 0; j < i; j++) sum = fmaf(weights[j], m.deltas[j * kColumns + d], sum);
+        for (int j = 0; j < i; j++) sum = fmaf(weights[j], m.deltas[j * kColumns + d], sum);
+      }
       if (!asks) {
-        const float delta = __fmul_rn(beta_of(a.p, gates, head), __fsub_rn(v, sum));
+        const float delta =
+            kDelta ? __fmul_rn(beta_of(a.p, gates, head), __fsub_rn(v, sum)) : __fmul_rn(m.k_weights[i], v);
         m.deltas[i * kColumns + d] = delta;
         if (at >= kept && d < width) ring_deltas[(size_t)(place + i) * s.value + d] = delta;
       }
@@ -609,9 +652,11 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows row
         if (head % a.group == 0 && tid < s.key) ring_keys[(size_t)(place + i) * s.key + tid] = own[tid];
       }
       __syncthreads();
-      if (asks && d < width)
+      if (asks && d < width) {
+        sum = fmaf(m.q_weights[i], m.deltas[i * kColumns + d], sum);
         a.p.y[(size_t)row * s.heads * s.value + head * s.value + begin + d] =
-            fmaf(m.q_weights[i], m.deltas[i * kColumns + d], sum);
+            kDelta ? sum : fmaf(a.p.skip[head], v, sum);
+      }
     }
     position += count;
     if (first + count == kChunkRows && (position < end || at + kChunkRows <= kept)) advance(own_from);
@@ -619,14 +664,33 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(Args a, StateRows row
   }
 }
 
-template <int kC, int kN>
+template <bool kDelta, int kC, int kN>
 void launch_chunks(const Args& a, const StateRows& rows, const Queue& queue) {
   const size_t bytes = ChunkMemory<kC>::bytes(a.padded);
-  start(queue, chunks_kernel<kC, kN>, dim3(ceil_div(a.p.shape.value, kC), a.p.shape.heads, rows.long_items),
+  start(queue, chunks_kernel<kDelta, kC, kN>, dim3(ceil_div(a.p.shape.value, kC), a.p.shape.heads, rows.long_items),
         kRowGroups * kC / kN, bytes, a, rows);
 }
 
 size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+template <bool kDelta>
+void launch(const Args& a, const StateRows& rows, const Queue& queue) {
+  const DeltaShape& s = a.p.shape;
+  if (rows.short_items) {
+    const size_t bytes = RowMemory::bytes(a.padded);
+    start(queue, rows_kernel<kDelta>, dim3(ceil_div(s.value, kColumns), s.heads, rows.short_items), kRowThreads, bytes,
+          a, rows);
+  }
+  if (!rows.long_items) return;
+  const size_t bytes = sizeof(float) * 2 * kChunkRows * a.stride + sizeof(double) * a.group * kChunkRows;
+  start(queue, products_kernel<kDelta>, dim3(rows.chunk_count, s.key_heads), 128, bytes, a, rows);
+  // The fewest parts of a head that occupy the GPU: each of them loads the chunk's keys and products.
+  const int heads = s.heads * rows.long_items, sms = sm_count();
+  if (s.value > 64 && 2 * heads >= 3 * sms) launch_chunks<kDelta, 128, 8>(a, rows, queue);
+  else if (s.value > 32 && 2 * heads * ceil_div(s.value, 64) >= 3 * sms) launch_chunks<kDelta, 64, 4>(a, rows, queue);
+  else launch_chunks<kDelta, 32, 4>(a, rows, queue);
+  start(queue, keep_rows_kernel, dim3(s.key_heads, rows.long_items), 128, 0, a, rows);
+}
 
 }  // namespace
 
@@ -646,20 +710,9 @@ void gated_delta(const GatedDelta& p, const StateRows& rows, const Queue& queue)
   a.weights = reinterpret_cast<float*>(p.scratch);
   a.totals = reinterpret_cast<double*>(a.weights + (size_t)p.max_rows * 2 * kChunkRows * s.key_heads);
   a.betas = reinterpret_cast<float*>(a.totals + (size_t)p.max_rows * s.heads);
-  if (rows.short_items) {
-    const size_t bytes = RowMemory::bytes(a.padded);
-    start(queue, rows_kernel, dim3(ceil_div(s.value, kColumns), s.heads, rows.short_items), kRowThreads, bytes, a,
-          rows);
-  }
-  if (!rows.long_items) return;
-  const size_t bytes = sizeof(float) * 2 * kChunkRows * a.stride + sizeof(double) * a.group * kChunkRows;
-  start(queue, products_kernel, dim3(rows.chunk_count, s.key_heads), 128, bytes, a, rows);
-  // The fewest parts of a head that occupy the GPU: each of them loads the chunk's keys and products.
-  const int heads = s.heads * rows.long_items, sms = sm_count();
-  if (s.value > 64 && 2 * heads >= 3 * sms) launch_chunks<128, 8>(a, rows, queue);
-  else if (s.value > 32 && 2 * heads * ceil_div(s.value, 64) >= 3 * sms) launch_chunks<64, 4>(a, rows, queue);
-  else launch_chunks<32, 4>(a, rows, queue);
-  start(queue, keep_rows_kernel, dim3(s.key_heads, rows.long_items), 128, 0, a, rows);
+  const int keys = s.key_heads * s.key;
+  if (p.skip) a.k_at = s.heads * s.value, a.q_at = a.k_at + keys, launch<false>(a, rows, queue);
+  else a.k_at = keys, a.v_at = 2 * keys, launch<true>(a, rows, queue);
 }
 
 }  // namespace as::cuda

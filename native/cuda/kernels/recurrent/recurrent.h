@@ -58,12 +58,16 @@ PageBytes gated_delta_bytes(const DeltaShape& shape);
 // Bytes that the rows of long items take between the kernels of one op.
 size_t gated_delta_scratch(const DeltaShape& shape, int rows);
 
+// The gated delta rule; or, if `skip` is set, a selective state space, whose keys are B and queries C. columns of x: of
+// the rule, queries, keys and values, which kernels normalize in place for long items; of a state space, x, B and C.
 struct GatedDelta {
   DeltaShape shape;
   StatePages pages;
-  float* x = nullptr;            // [rows, width]: queries, keys and values; kernels normalize long items' in place
-  const float* gates = nullptr;  // [rows, 2 heads]: of the decay, and of the rate
+  float* x = nullptr;            // [rows, width]
+  const float* gates = nullptr;  // [rows, 2 heads]: of the decay, and of the rate; of a state space [rows, heads]
   float* y = nullptr;            // [rows, heads * value]
+  const float* skip = nullptr;   // [heads]: D
+  double least_step = 0, most_step = 0;
   const float *a_log = nullptr, *dt_bias = nullptr;  // [heads]
   char* scratch = nullptr;
   int max_rows = 0;  // that the scratch memory is for
@@ -82,14 +86,17 @@ struct CausalConv {
 };
 void causal_conv(const CausalConv& p, const StateRows& rows, const Queue& queue);
 
-// x = norm(x) * silu(gate), or * sigmoid(gate), with the norm of each head; in place.
+// x = norm(x) * silu(gate), or * sigmoid(gate), with the norm of each head; in place. gate_first: norm(x * silu(gate)),
+// with a weight for each value of all heads.
 struct GatedNorm {
   const float* weight = nullptr;
   int head_dim = 0;
   float eps = 0;
-  bool sigmoid = false;
+  bool sigmoid = false, gate_first = false;
 };
 void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, int rows, int width, const Queue& queue);
+// x = max(x, 0)^2
+void relu_square(float* x, size_t count, const Queue& queue);
 // x *= sigmoid(gate), one for each value
 void sigmoid_gate(float* x, const float* gate, size_t count, const Queue& queue);
 
