@@ -44,13 +44,15 @@ class MaskWriter:
     def plan(self, masked: list[Masked]) -> None:
         """Schedules the writing of a planned step's masks. Call this before the step is submitted."""
         ready: list[Mask] = []
+        clear = self._masks.clear
         for one in masked:
             guidance = one.sequence.guidance
             assert guidance is not None
             mask = None
             if one.index >= 0:
-                for row in range(one.index, one.index + 1 + len(one.drafts)):
-                    self._masks.clear(row)
+                clear(one.index)
+                for row in range(one.index + 1, one.index + 1 + len(one.drafts)):
+                    clear(row)
                 mask = Mask(guidance, one.index, one.drafts)
             if guidance.pending:
                 guidance.deferred.append(mask)

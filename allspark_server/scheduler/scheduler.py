@@ -122,17 +122,21 @@ class Scheduler(Completion):
         """
         if self._drafts is None and not self._slots.any_guided:
             return np.zeros(len(slots), np.int64)
-        guided = self._slots.guided[slots].nonzero()[0].tolist()
         drafts = np.zeros(len(slots), np.int64) if self._drafts is None else self._drafts.choose(slots)
-        for i in guided:
-            guidance, length = sequences[i].guidance, int(longest[i])
-            assert guidance is not None
-            if (free := guidance.first_masked - length) > 0:
-                drafts[i] = min(drafts[i], free - 1)
-                continue
-            forced = builder.forced[int(slots[i])] = guidance.forced_after(length)
-            drafts[i] = len(forced)
-        builder.guided = builder.guided or bool(guided)
+        if len(guided := self._slots.guided[slots].nonzero()[0]):
+            builder.guided = True
+            own = drafts[guided].tolist()
+            for n, (i, length) in enumerate(zip(guided.tolist(), longest[guided].tolist())):
+                guidance = sequences[i].guidance
+                assert guidance is not None
+                if (free := guidance.first_masked - length) > 0:
+                    own[n] = min(own[n], free - 1)
+                    continue
+                forced = guidance.forced_after(length)
+                own[n] = len(forced)
+                if forced:
+                    builder.forced[sequences[i].slot] = forced
+            drafts[guided] = own
         drafts = np.minimum(drafts, self._slots.limit[slots] - longest - 1)
         left = budget - len(slots)
         if self._prompts or self.queue.waiting:

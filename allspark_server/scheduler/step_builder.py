@@ -91,21 +91,28 @@ class StepBuilder:
         """Assigns mask rows, from `row` on, and forced drafts to constrained sequences. Returns all forced tokens of
         the step and its masked samples.
         """
-        known, masked = [], []
+        known: list[int] = []
+        masked: list[Masked] = []
+        places, rows, counts = [], [], []   # columns with masks, their first rows and their drafts
+        planned = columns[WorkTable.DRAFTS].tolist()    # all rows of the table at once: a step may have hundreds
+        lengths = (slots.longest[columns[WorkTable.SLOT]] - 1).tolist()
         for sample, index in enumerate(sampling.tolist()):
             sequence = sequences[index]
-            if sequence.guidance is None:
+            guidance = sequence.guidance
+            if guidance is None:
                 continue
-            length = int(slots.longest[sequence.slot]) - 1 - int(columns[WorkTable.DRAFTS, index])
-            if sequence.guidance.first_masked > length + int(columns[WorkTable.DRAFTS, index]):
+            if guidance.first_masked > lengths[index]:
                 masked.append(Masked(sequence, sample, -1, []))
                 continue
-            drafts = self.forced.get(sequence.slot, [])[: columns[WorkTable.DRAFTS, index]]
-            columns[WorkTable.MASK, index] = 1 + row
-            columns[WorkTable.N_KNOWN, index] = len(drafts)
-            columns[WorkTable.FLAGS, index] &= ~_DRAFTING
-            columns[WorkTable.FLAGS, index] |= _GIVEN if drafts else 0
+            drafts = self.forced.get(sequence.slot, [])[: planned[index]] if planned[index] else []
+            places.append(index)
+            rows.append(row)
+            counts.append(len(drafts))
             known += drafts
             masked.append(Masked(sequence, sample, row, drafts))
             row += 1 + len(drafts)
+        columns[WorkTable.MASK, places] = np.array(rows, np.int32) + 1
+        columns[WorkTable.N_KNOWN, places] = counts
+        columns[WorkTable.FLAGS, places] &= ~_DRAFTING
+        columns[WorkTable.FLAGS, places] |= np.where(np.array(counts) > 0, _GIVEN, 0)
         return known, masked
