@@ -45,6 +45,8 @@ class TokenTexts:
         self.bytes: dict[int, bytes] = {}
         #: questions for blocks of `bytes` that have no answer yet
         self.asked: dict[int, asyncio.Future[None]] = {}
+        #: whether the whole vocabulary is known or asked for
+        self.reading = False
         #: `token_text` as JSON, and the number of characters that the token has by itself
         self.completion: dict[int, tuple[str, int]] = _Made(
             lambda i: (quoted(token_text(self.bytes[i])), len(self.bytes[i].decode(errors="ignore"))))

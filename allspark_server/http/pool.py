@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -49,6 +49,8 @@ _LOOK_SECONDS, _HEALTH_AGE = 0.5, 60.0
 _PROGRESS_SECONDS = 1.0
 #: ids whose bytes are asked for together: 1 to 2 ms of a server's time
 _TOKENS_AT_ONCE = 1024
+#: pause between two of these questions where nobody waits for the answer, s
+_TOKENS_PAUSE = 0.005
 
 
 def _texts(content: Any) -> list[str]:
@@ -87,7 +89,7 @@ class Pool:
         self._listing: asyncio.Task[list[ModelState]] | None = None
         self._infos: dict[str, tuple[float, ModelInfo]] = {}
         self._loads: dict[str, _Load] = {}
-        self._refreshing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._tokens: dict[str, tuple[str, TokenTexts]] = {}
 
     async def open(self) -> None:
@@ -214,10 +216,14 @@ class Pool:
             return await self._refresh(name)
         if time.monotonic() - at > _INFO_AGE:
             self._infos[name] = time.monotonic(), info
-            task = asyncio.create_task(self._refresh_quietly(name))
-            self._refreshing.add(task)
-            task.add_done_callback(self._refreshing.discard)
+            self._keep(self._refresh_quietly(name))
         return info
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something in the background."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _refresh(self, name: str) -> ModelInfo:
         info = await self._ask(self._engine.get_model_info, name)
@@ -298,8 +304,9 @@ class Pool:
         return await self._ask(self._engine.detokenize, (await self.resolve(name))[0], ids)
 
     async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
-        """The bytes of tokens, at least of these ids. They are asked for in blocks, each once per loaded model: log
-        probabilities name new tokens for a long time, and a question for each would hold up nearly every step.
+        """The bytes of tokens, at least of these ids. They are asked for in blocks, each once per loaded model, and after
+        the first ones the others too, in the background: log probabilities name new tokens for a long time, and a
+        question for each would hold up nearly every step.
         """
         texts = self.token_texts(info)
         unknown = [i for i in ids if i not in texts.bytes]
@@ -309,7 +316,23 @@ class Pool:
             texts.asked[block] = asyncio.ensure_future(self._ask_for_block(info.name, texts, block, end))
         if blocks:     # a request that is given up must not end the question of another one
             await asyncio.gather(*(asyncio.shield(texts.asked[block]) for block in blocks))
+            if not texts.reading:
+                texts.reading = True
+                self._keep(self._ask_for_all(info, texts))
         return texts.bytes
+
+    async def _ask_for_all(self, info: ModelInfo, texts: TokenTexts) -> None:
+        """Ask for the blocks that nobody has asked for, one after the other."""
+        try:
+            for block in range(-(-info.vocab_size // _TOKENS_AT_ONCE)):
+                if block not in texts.asked and block * _TOKENS_AT_ONCE not in texts.bytes:
+                    texts.asked[block] = asyncio.ensure_future(
+                        self._ask_for_block(info.name, texts, block, info.vocab_size))
+                    await texts.asked[block]
+                    await asyncio.sleep(_TOKENS_PAUSE)
+        except ApiError as error:
+            logger.debug("the tokens of model %r are not all known: %s", info.name, error)
+            texts.reading = False
 
     async def _ask_for_block(self, name: str, texts: TokenTexts, block: int, end: int) -> None:
         """Ask for the bytes of a block of ids below `end`."""

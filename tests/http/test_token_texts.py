@@ -15,7 +15,7 @@ class Asked(Pool):
     """A pool whose server answers after a turn, or fails; keeps what it was asked for."""
 
     def __init__(self) -> None:
-        self._tokens, self.questions, self.fails = {}, [], 0
+        self._tokens, self.questions, self.fails, self._background = {}, [], 0, set()
 
     async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
         self.questions.append((ids[0], len(ids)))
@@ -39,6 +39,20 @@ def test_a_block_is_asked_for_once():
         return sorted(pool.questions)
 
     assert asyncio.run(run()) == [(0, 1024), (1024, 1024), (2048, 452)]
+
+
+def test_the_whole_vocabulary_is_asked_for_in_the_background():
+    async def run() -> None:
+        pool = Asked()
+        await pool.token_bytes(info(5000), {3000})
+        pool.fails = 1
+        await asyncio.gather(*pool._background)     # gives up
+        await pool.token_bytes(info(5000), {0})
+        await asyncio.gather(*pool._background)
+        assert len(await pool.token_bytes(info(5000), {4999})) == 5000
+        assert sorted(pool.questions) == [(0, 1024), (0, 1024), (1024, 1024), (2048, 1024), (3072, 1024), (4096, 904)]
+
+    asyncio.run(run())
 
 
 def test_a_server_that_does_not_say_its_vocabulary_is_asked_up_to_the_largest_id():
