@@ -304,8 +304,8 @@ class Pool:
         return await self._ask(self._engine.detokenize, (await self.resolve(name))[0], ids)
 
     async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
-        """The bytes of tokens, at least of these ids. They are asked for in blocks, each once per loaded model, and then
-        all others in the background: log probabilities name new tokens for a long time, and a question for each would
+        """The bytes of tokens, at least of these ids. They are asked for in blocks, each once per loaded model, and all
+        others then in the background: log probabilities name new tokens for a long time, and a question for each would
         hold up nearly every step.
         """
         texts = self.token_texts(info)
