@@ -348,8 +348,9 @@ def test_attention_over_selected_positions(heads, latent, rope, selected, thread
     compare(own, tolerance, threads, dtype)
 
 
-@pytest.mark.parametrize("threads, cache", [(1, "float32"), (3, "float32"), (3, "bfloat16"), (3, "int8")])
-@pytest.mark.parametrize("selected", [1, 128, 300])
+@pytest.mark.parametrize("threads, cache", [
+    (3, "float32"), (3, "bfloat16"), (3, "int8"), pytest.param(1, "float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("selected", [pytest.param(1, marks=pytest.mark.slow), 128, 300])
 def test_bits_of_selected_positions_do_not_depend_on_chunks(selected, threads, cache):
     """Tokens repeat, so many scores are equal."""
     def model():
@@ -361,7 +362,8 @@ def test_bits_of_selected_positions_do_not_depend_on_chunks(selected, threads, c
 
 
 @pytest.mark.parametrize("threads, selected, heads, dim", [
-    (1, 1, 1, 1), (3, 50, 3, 7), (3, 129, 17, 33), (1, 700, 16, 32), (3, 129, 64, 128)])
+    (1, 1, 1, 1), (3, 50, 3, 7), (3, 129, 17, 33), (1, 700, 16, 32),
+    pytest.param(3, 129, 64, 128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_indexer(threads, selected, heads, dim, cache):
     """The positions themselves."""
