@@ -56,9 +56,10 @@ class ClientEngine(AbstractEngine):
     and a request goes to the member with the least work.
 
     Args:
-        addresses: "host:port" or "unix:/path" of a group; several, as a list or separated by commas, for a pool. None:
-            those of $ALLSPARK_ADDRESS if set, otherwise the engine starts a group on this machine (one rank per NUMA
-            node; $AS_NUMA_NUM overrides the number) and stops it with itself.
+        addresses: "host:port" or "unix:/path" of a group; several, as a list or separated by commas, for a pool. Of
+            pools whose members come and go: "dns:NAME:PORT", all addresses of a name, or "file:PATH", a file with an
+            address on each line. None: those of $ALLSPARK_ADDRESS if set, otherwise the engine starts a group on this
+            machine (one rank per NUMA node; $AS_NUMA_NUM overrides the number) and stops it with itself.
         resume: live requests of a group that dies continue on another member with the same fingerprint, or on the same
             one once it is back; meanwhile calls wait for a server. If False, both fail at once.
         reconnect_timeout: how long requests and calls wait for a server, in seconds.
@@ -234,7 +235,10 @@ class ClientEngine(AbstractEngine):
         """
         if not self._pool.knows_loads():
             return None
-        member = self._pool.by_load(request.spec)[0]
+        members = self._pool.by_load(request.spec)
+        if not members:
+            return None
+        member = members[0]
         session = member.live_session if self._pool.takes_at_once(request.spec, member) else None
         if session is not None:
             try:

@@ -22,6 +22,21 @@ def check_address(address: Any) -> str:
     return text
 
 
+#: what the addresses of members that come and go begin with: see discovery.py
+DNS, FILE = "dns:", "file:"
+
+
+def check_source(address: Any) -> str:
+    """As check_address; allows also "dns:NAME:PORT" and "file:PATH"."""
+    if isinstance(address, str) and address.strip().startswith(DNS):
+        return DNS + check_address(address.strip().removeprefix(DNS))
+    if isinstance(address, str) and address.strip().startswith(FILE):
+        if address.strip() == FILE:
+            raise ValueError(f"address={address.strip()!r} must name a file: file:PATH")
+        return address.strip()
+    return check_address(address)
+
+
 def server_addresses(addresses: str | Iterable[str] | None) -> list[str]:
     """The addresses that were given, or those of $ALLSPARK_ADDRESS; none if neither is set: start a group."""
     if addresses is None:
@@ -31,7 +46,7 @@ def server_addresses(addresses: str | Iterable[str] | None) -> list[str]:
     parts = addresses.split(",") if isinstance(addresses, str) else list(addresses)
     if not parts:
         raise ValueError("addresses is an empty list; give at least one, or None to start a group")
-    checked = [check_address(part) for part in parts]
+    checked = [check_source(part) for part in parts]
     if len(set(checked)) < len(checked):
         raise ValueError(f"addresses={checked!r} names a server twice")
     return checked

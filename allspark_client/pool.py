@@ -1,6 +1,7 @@
 """The members of a client's pool: which one a call goes to, and how long it is retried."""
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -15,6 +17,7 @@ from google.protobuf.message import Message
 from ._proto import allspark_pb2 as pb
 from .affinity import PrefixMemory, beginnings
 from .connection import Member
+from .discovery import Discovery, Found
 from .errors import AllSparkError, AsStatus, closed_engine, forked_engine
 from .live_request import has_adapter
 from .local_group import SelfStartedGroup
@@ -55,7 +58,9 @@ class Pool:
 
     def __init__(self, resume: bool, reconnect_timeout: float):
         """`resume`: calls wait for a server up to `reconnect_timeout` seconds; without, they fail at once."""
-        self.members: list[Member] = []
+        self.members: list[Member] = []     #: replaced as a whole when members come or go
+        self._leaving: list[Member] = []    # not used for new requests; closed once they have no live ones
+        self._discovery: Discovery | None = None
         self.group: SelfStartedGroup | None = None      #: the group that this client has started, if any
         self.resume, self.reconnect_timeout = resume, reconnect_timeout
         self.closing = threading.Event()
@@ -63,28 +68,68 @@ class Pool:
         self._prefixes = PrefixMemory()
 
     def connect(self, addresses: list[str], tls: TlsConfig | None, token: str | None, on_lost: OnLost) -> None:
-        """Connect to these groups. Raises AllSparkError if none of them can be reached within seconds."""
-        self.members = [Member(address, tls, token, on_lost) for address in addresses]
+        """Connect to these groups, and follow those that come and go.
+
+        Raises AllSparkError if none of them can be reached within seconds.
+        """
         deadline = time.monotonic() + _FIRST_CONTACT_SECONDS
+        self._discovery = Discovery(addresses, functools.partial(self._update, tls, token, on_lost), self._tidy)
         while True:
-            failures = []
-            for member in self.members:
+            failures, members = [], self.members
+            for member in members:
                 try:
                     member.session(max(0.5, deadline - time.monotonic()))
                 except Unavailable as error:
                     failures.append(str(error))
-            if len(failures) < len(self.members):
+            if len(failures) < len(members):
                 for failure in failures:
                     logger.warning("%s; the pool continues without it", failure)
                 return
             if time.monotonic() >= deadline:
-                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, "; ".join(failures))
+                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                                    "; ".join(failures) or f"no server is named by {', '.join(addresses)}")
             time.sleep(RETRY_SECONDS)
+
+    @property
+    def changes(self) -> bool:
+        """Whether members may come and go."""
+        return self._discovery is not None and self._discovery.changes
+
+    def _update(self, tls: TlsConfig | None, token: str | None, on_lost: OnLost, found: list[Found]) -> None:
+        """Replace the members. One that has gone keeps its connection until its requests have ended."""
+        known = {member.address: member for member in (*self.members, *self._leaving)}
+        members = []
+        for each in found:
+            member = known.get(each.address)
+            if member is None:
+                own = replace(tls, server_name=tls.server_name or each.server_name) if tls is not None else None
+                member = Member(each.address, own, token, on_lost)
+            members.append(member)
+        gone = [member for member in known.values() if member not in members]
+        if self.members or self._leaving:
+            for member in members:
+                if member not in self.members:
+                    logger.info("%s has come to the pool", member.address)
+                    member.reconnect_soon()
+            for member in gone:
+                if member not in self._leaving:
+                    logger.info("%s has left the pool", member.address)
+        self.members, self._leaving = members, gone
+
+    def _tidy(self) -> None:
+        """Close members that have left and have no live requests."""
+        for member in self._leaving:
+            session = member.live_session
+            if session is None or not session.live:
+                member.close()
+                self._leaving = [other for other in self._leaving if other is not member]
 
     def close(self) -> None:
         """Close the connections, and stop the group that this client has started."""
         self.closing.set()
-        for member in self.members:
+        if self._discovery is not None:
+            self._discovery.close()
+        for member in (*self.members, *self._leaving):
             member.close()
         if self.group is not None:
             self.group.stop()
@@ -128,7 +173,7 @@ class Pool:
                 except Unavailable as error:
                     unavailable.append(error)
             self.check_open()
-            details = "; ".join(map(str, unavailable))
+            details = "; ".join(map(str, unavailable)) or "the pool has no members now"
             failure = self.failure()
             if failure is not None:
                 raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"{details}: {failure}")
@@ -158,12 +203,13 @@ class Pool:
             attempts = itertools.chain([first], itertools.repeat(again or first))
             self.retry(lambda m: next(attempts)(m), lambda: [member])
 
-        if len(self.members) == 1:
-            carry_out(self.members[0])
+        members = self.members
+        if len(members) == 1:
+            carry_out(members[0])
             return AsStatus.ALLSPARK_SUCCESS
-        with ThreadPoolExecutor(len(self.members), thread_name_prefix="allspark-pool") as pool:
-            futures = [pool.submit(carry_out, member) for member in self.members]
-        for member, future in zip(self.members, futures):
+        with ThreadPoolExecutor(max(1, len(members)), thread_name_prefix="allspark-pool") as pool:
+            futures = [pool.submit(carry_out, member) for member in members]
+        for member, future in zip(members, futures):
             error = future.exception()
             if isinstance(error, AllSparkError):
                 raise AllSparkError(error.status, f"{error.message} (pool member {member.address})", error.retryable)
@@ -218,11 +264,12 @@ class Pool:
         Members that run the model and take new requests come first, then those that load it on demand; among these, the
         one with the least work left. A prompt's prefix that a member has computed before counts as no work there.
         """
-        if len(self.members) == 1:
-            return self.members
+        members = self.members
+        if len(members) == 1:
+            return members
         ranked: list[tuple[int, float, int, Member]] = []
         familiar, saved = self._prefixes.find(beginnings(spec))
-        for order, member in enumerate(self.members):
+        for order, member in enumerate(members):
             if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
                 member.reconnect_soon()
                 ranked.append((_UNREACHED, 0, order, member))

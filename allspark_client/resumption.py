@@ -52,9 +52,9 @@ class Resumption:
         deadline = time.monotonic() + pool.reconnect_timeout
         for request in requests:
             request.resumed = True
-        # The lost member comes last: it needs time to restart.
-        members = sorted(pool.members, key=lambda member: (member.draining, member.address == lost))
         while requests and not pool.closed:
+            # The lost member comes last: it needs time to restart.
+            members = sorted(pool.members, key=lambda member: (member.draining, member.address == lost))
             different = dict.fromkeys(requests, 0)      # members that can never continue a request
             for member in members:
                 try:
@@ -75,7 +75,7 @@ class Resumption:
                         suited.append(request)
                 settled = self._send_again(suited, session)
                 requests = [request for request in requests if request not in settled]
-            for request in [r for r in requests if different[r] == len(members)]:
+            for request in [r for r in requests if different[r] == len(members) and not pool.changes]:
                 requests.remove(request)
                 _fail(request, f"the connection to {lost} was lost; {why}", GenerateRequestStatus.GenerateInterrupted)
             failure = pool.failure()

@@ -197,9 +197,9 @@ class WorkerOptions(ListenerOptions):
                             metavar="N", implied=4096, worker=True)
     max_file_mib: int = _limit(0, "the largest file that may be uploaded", implied=200, worker=True)
     max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)
-    pool: list[str] = option(list, "the address of a group; repeatable (default: $ALLSPARK_ADDRESS, or the address "
-                             "that a group without one serves on)", section="groups", flag_name="address",
-                             metavar="ADDRESS", worker=True)
+    pool: list[str] = option(list, "the address of a group, or dns:NAME:PORT or file:PATH for groups that come and go; "
+                             "repeatable (default: $ALLSPARK_ADDRESS, or the address of a group without one)",
+                             section="groups", flag_name="address", metavar="ADDRESS", worker=True)
     pool_token_file: str = option("", "present a token of this file to groups: one with the role door if there is one, "
                                   "else admin or generate", section="groups", metavar="FILE", worker=True)
     pool_tls_ca: str = option("", "connect to groups with TLS and trust these certificates", section="groups",
