@@ -13,9 +13,10 @@ import statistics
 import time
 from pathlib import Path
 
+from bench_load import read_and_write
+
 from allspark_client import AsModelConfig
 from allspark_server.engine.engine import Engine
-from bench_load import read_and_write
 
 PROMPT = list(range(10, 42))
 
