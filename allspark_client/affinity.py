@@ -1,4 +1,6 @@
-"""Prefix affinity: a client remembers which member of a pool has computed which prompt prefixes."""
+"""Prefix affinity: a client remembers which member of a pool has computed which prompt prefixes. Members tell HTTP
+servers and administrators also of the prompts of other clients.
+"""
 from __future__ import annotations
 
 import hashlib
@@ -14,12 +16,13 @@ from .request import RequestSpec
 _FIRST_TOKENS = 64
 _CHARACTERS_PER_TOKEN = 4       # about, in text that the server tokenizes
 _MOST_BEGINNINGS = 8192
+DIGEST_BYTES = 12
 Beginning = tuple[bytes, int]
 
 
 def beginnings(spec: RequestSpec) -> list[Beginning]:
     """Digests of a prompt's prefixes and their approximate lengths in tokens, shortest first."""
-    root = hashlib.blake2b(json.dumps([spec.model, spec.config.cache_salt]).encode(), digest_size=12)
+    root = hashlib.blake2b(json.dumps([spec.model, spec.config.cache_salt]).encode(), digest_size=DIGEST_BYTES)
     digests = []
     for part, tokens in _parts(spec):
         root.update(part)
@@ -55,12 +58,22 @@ class PrefixMemory:
 
     def note(self, prompt: list[Beginning], address: str) -> None:
         """The member at `address` computes a prompt with these prefixes."""
+        self.learn([digest for digest, _ in prompt], address)
+
+    def learn(self, digests: list[bytes], address: str) -> None:
+        """The member at `address` has computed prompts with these prefixes."""
         with self._lock:
-            for digest, _ in prompt:
+            for digest in digests:
                 self._members[digest] = address
                 self._members.move_to_end(digest)
             while len(self._members) > _MOST_BEGINNINGS:
                 self._members.popitem(last=False)
+
+    def forget(self, address: str) -> None:
+        """The member at `address` has lost its cache."""
+        with self._lock:
+            for digest in [digest for digest, owner in self._members.items() if owner == address]:
+                del self._members[digest]
 
     def find(self, prompt: list[Beginning]) -> tuple[str, int]:
         """The address of the member that computed the longest of these prefixes, and its tokens; ("", 0): none did."""

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from . import convert
 from ._proto import allspark_pb2 as pb
+from .affinity import DIGEST_BYTES
 from .connection_options import check_address
 from .errors import AllSparkError, AsStatus
 from .session import OnLost, Session, Unavailable, translate
@@ -69,6 +70,8 @@ class Member:
         self._background = threading.Lock()     # guards _connecting
         self._session: Session | None = None
         self._models: tuple[float, list[ModelState]] = (0.0, [])
+        self._prefixes = "", 0      # epoch and number of the last answer
+        self._tells_prefixes = True
         #: prompt tokens that this client has sent since `models` last asked the server
         self.sent_work = 0
         #: whether the server is draining, as of the last answer to `models`
@@ -169,6 +172,25 @@ class Member:
             models = convert.models_from_pb(info.models)
             self._models, self.draining, self.sent_work = (time.monotonic(), models), info.draining, 0
         return models
+
+    def new_prefixes(self) -> tuple[bool, list[bytes]]:
+        """Whether the server has started anew since the last call, and digests of the prompts that it has computed
+        since. Nothing if it does not tell this client.
+        """
+        if not self._tells_prefixes:
+            return False, []
+        try:
+            epoch, number = self._prefixes
+            answer = self.call("GetPrefixes", pb.PrefixesRequest(epoch=epoch, number=number), pb.Prefixes,
+                               ATTEMPT_SECONDS)
+        except AllSparkError as error:
+            # This client's role does not allow it, or the server is older.
+            self._tells_prefixes = error.status not in (AsStatus.ALLSPARK_REQUEST_DENIED,
+                                                        AsStatus.ALLSPARK_INVALID_CALL_ERROR)
+            return False, []
+        self._prefixes = answer.epoch, answer.number
+        data = answer.digests
+        return epoch not in ("", answer.epoch), [data[i:i + DIGEST_BYTES] for i in range(0, len(data), DIGEST_BYTES)]
 
     def state(self) -> MemberState:
         """This server's state; without waiting, if it cannot be reached."""

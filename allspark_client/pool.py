@@ -1,6 +1,7 @@
 """The members of a client's pool: which one a call goes to, and how long it is retried."""
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -249,6 +250,15 @@ class Pool:
                 member.sent_work += prompt[-1][1] - (saved if familiar == member.address else 0)
                 self._prefixes.note(prompt, member.address)
 
+    def _learn_prefixes(self, member: Member) -> None:
+        """Learn what a member has computed for other clients, if its models are to be asked for anyway."""
+        if member.connected and not member.knows_models(LOAD_AGE_SECONDS):
+            with contextlib.suppress(Unavailable):
+                restarted, digests = member.new_prefixes()
+                if restarted:
+                    self._prefixes.forget(member.address)
+                self._prefixes.learn(digests, member.address)
+
     def knows_loads(self) -> bool:
         """Whether `by_load` would have to ask no member for its load."""
         return len(self.members) == 1 or all(member.knows_models(LOAD_AGE_SECONDS)
@@ -268,7 +278,10 @@ class Pool:
         if len(members) == 1:
             return members
         ranked: list[tuple[int, float, int, Member]] = []
-        familiar, saved = self._prefixes.find(beginnings(spec))
+        prompt = beginnings(spec)
+        for member in members:
+            self._learn_prefixes(member)
+        familiar, saved = self._prefixes.find(prompt)
         for order, member in enumerate(members):
             if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
                 member.reconnect_soon()

@@ -29,6 +29,7 @@ from ..allowances import Allowances
 from ..weights.hub import with_local_paths
 from .calls import EOF, ConcurrencyLimits, RareLog, Writer, abort, receive
 from .health import SERVICE_NAME, Health
+from .prefix_log import PrefixLog
 from .request_sizes import check_sizes
 from .tenant_threads import TenantThreads
 from .wire_format import check_items
@@ -49,6 +50,7 @@ _PROGRESS_SECONDS = 0.25    # between two messages about a load
 EVERY_ROLE = frozenset(Role)
 REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
 ADMIN = frozenset((Role.ADMIN,))
+GATEWAYS = frozenset((Role.DOOR, Role.ADMIN))   # they may know of the prompts of all tenants
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 #: the body of a method: it is called with the context and the client, which has been allowed to call it
@@ -219,9 +221,9 @@ class UnaryCalls:
         self._engine, self._roots = engine, roots
 
     def handlers(self, methods: Methods, workers: Workers, info: Callable[[], pb.ServerInfo],
-                 drain: Callable[[float], None], metrics: Callable[[], str],
+                 drain: Callable[[float], None], metrics: Callable[[], str], prefixes: PrefixLog,
                  ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-        """The calls by name. `info`, `drain`, `metrics`: of the service."""
+        """The calls by name. `info`, `drain`, `metrics`, `prefixes`: of the service."""
         engine = self._engine
         model, lora = pb.ModelRequest, pb.LoraRequest
 
@@ -259,6 +261,8 @@ class UnaryCalls:
             ("Tokenize", pb.TokenizeRequest, prompts, self._tokenize),
             ("Detokenize", pb.DetokenizeRequest, prompts, self._detokenize),
             ("GetServerInfo", pb.ServerInfoRequest, everyone, lambda _: info()),
+            ("GetPrefixes", pb.PrefixesRequest, (GATEWAYS, workers.statistics),
+             lambda r: prefixes.since(r.epoch, r.number)),
             ("GetMetrics", pb.MetricsRequest, everyone, lambda _: pb.Metrics(text=metrics())),
             ("Drain", pb.DrainRequest, admin, drained),
         ]

@@ -198,7 +198,8 @@ class Service:
             SERVICE_NAME: {
                 "Session": self._methods.method("Session", EVERY_ROLE, self._streams.session),
                 "Generate": self._methods.method("Generate", REQUESTS, self._streams.generate),
-                **self._calls.handlers(self._methods, self._workers, self._info, self.drain_for, self._metrics),
+                **self._calls.handlers(self._methods, self._workers, self._info, self.drain_for, self._metrics,
+                                       self._streams.prefixes),
             },
             **self._methods.probes(self._health),
         }

@@ -29,6 +29,7 @@ from .calls import EOF, HELLO_SECONDS, Incoming, abort, grammar_of, is_tiny, kno
 from .client_limits import ClientLimits
 from .client_stream import Backlog, ClientStream, generate_response, overflow_error
 from .methods import REQUESTS, Methods, Workers, denied
+from .prefix_log import PrefixLog
 from .request_sizes import check_sizes
 from .tickets import Tickets
 from .token_columns import TokenColumns
@@ -57,6 +58,7 @@ class Streams:
         self._engine, self._access, self._workers, self._methods = engine, access, workers, methods
         self._limits, self._max_pending, self._info = limits, max_pending, info
         self._share_prefixes = share_prefixes
+        self.prefixes = PrefixLog()
         self._backlog = Backlog()
         self._incoming = Incoming()
         self._tickets = Tickets(access)
@@ -313,6 +315,7 @@ class Streams:
             self._tickets.believe(spec, request)
         if self.draining and not (spec.resumed and self._passes_once(request.ticket)):
             raise Draining
+        self.prefixes.note(spec)
         return spec
 
     def _passes_once(self, ticket: bytes) -> bool:

@@ -141,7 +141,7 @@ def test_no_request_is_lost_while_members_come_and_are_killed(tmp_path, seconds)
         def work(seed: int) -> None:
             own = random.Random(seed)
             while time.monotonic() < ends and not failures:
-                prompt, length = [own.randrange(1, 900) for _ in range(3)], own.randrange(5, 80)
+                prompt, length = [own.randrange(1, 600) for _ in range(3)], own.randrange(5, 80)
                 try:
                     found = tokens(start(client, length, prompt))
                 except AllSparkError as error:

@@ -267,7 +267,8 @@ def test_a_socket_for_a_group(tmp_path):
 ADMIN_CALLS = {
     "InstallModel": pb.InstallModelRequest(config=convert.model_config_to_pb(AsModelConfig("new", "/none"))),
     "StartModel": pb.ModelRequest(model="m"), "StopModel": pb.ModelRequest(model="x"),
-    "ReleaseModel": pb.ModelRequest(model="x"), "UnloadModel": pb.ModelRequest(model="x"),
+    "ReleaseModel": pb.ModelRequest(model="x"), "GetPrefixes": pb.PrefixesRequest(),
+    "UnloadModel": pb.ModelRequest(model="x"),
     "GetFileInformation": pb.FileInformationRequest(),
     "GetOpProfiling": pb.ModelRequest(model="m"), "LoadLora": pb.LoraRequest(), "UnloadLora": pb.LoraRequest(),
     "UnloadDeviceMem": pb.ModelRequest(), "LoadDeviceMem": pb.ModelRequest(),
