@@ -1,5 +1,5 @@
-"""Digests of the prompts that a group has computed. Clients that choose among groups send a prompt to one that knows its
-beginning.
+"""Digests of the prompts that a group has computed: gateways that choose among groups send a prompt to one that knows
+its beginning.
 """
 from __future__ import annotations
 

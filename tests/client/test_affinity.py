@@ -39,7 +39,8 @@ def test_what_a_server_tells(monkeypatch):
     log.note(spec(200))
     log.note(spec(130, first=2))
     second = log.since(first.epoch, first.number)
-    assert digests(second) == [digest for each in (spec(200), spec(130, first=2)) for digest, _ in beginnings(each)]
+    both = [*beginnings(spec(200)), *beginnings(spec(130, first=2))]
+    assert digests(second) == [digest for digest, _ in both]
     log.note(spec(64))
     third = log.since(first.epoch, second.number)
     assert digests(third) == [beginnings(spec(64))[0][0]]
