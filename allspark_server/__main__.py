@@ -129,21 +129,24 @@ class Rank:
         if outside:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")
         self._handle_signals()
+        from . import _native
+        from .runtime.level import levels
+        isas = levels(a.isa, measures=self.number == 0)
         if self.expected == 1:
             from .runtime.group import Group
+            _native.use_isa(isas[0])
             logger.info("one rank on CPUs %s", a.cpus or "any")
             self.lead(Group(self.cpus, self.fail))
             return
-        from . import _native
         from .runtime.group import SharedMemoryGroup
         from .runtime.mpi import join
-        from .runtime.native import common_isa, usable_isas
+        from .runtime.native import common_isa
         from .runtime.rank_models import RankModels
         world = join(self.expected, _native.SharedMemory.bytes_needed(self.expected), a.split_hosts)
-        isa = common_isa(world.allgather((socket.gethostname(), usable_isas())))
-        if isa != _native.isa():
-            logger.info("rank %d uses the instruction set %s, because not all ranks have %s", world.rank, isa,
-                        _native.isa())
+        all_isas = world.allgather((socket.gethostname(), isas))
+        isa = common_isa(all_isas)
+        if any(isas[0] not in theirs for _, theirs in all_isas):
+            logger.info("rank %d uses the instruction set %s, because not all ranks have %s", world.rank, isa, isas[0])
         _native.use_isa(isa)
         between, host, leads = {}, "", False
         if world.between is not None:

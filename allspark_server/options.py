@@ -21,6 +21,9 @@ from . import access, logs
 
 #: values of `Option.ranks`
 FIRST_RANK, EVERY_RANK = "first", "every"
+#: those for which kernels exist: setup.py lists them, too
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "sve512", "sve256",
+                    "neon_dotprod", "neon")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -234,6 +237,10 @@ class RankOptions(ListenerOptions):
                                       "certificate, or otherwise a connection")
     strict: bool = option(False, "do not serve a model if its memory is on the wrong NUMA nodes", section="placement",
                           ranks=EVERY_RANK)
+    isa: str = option("", "the instruction set of CPUs to compute with, such as avx512_vnni; members of a pool resume "
+                      "each other's requests only if theirs is equal (default: the fastest)", section="processor",
+                      metavar="NAME", ranks=EVERY_RANK, environment="ALLSPARK_ISA",
+                      choices=INSTRUCTION_SETS)
 
 
 def rank_words(values: RankOptions, ranks: str) -> list[str]:

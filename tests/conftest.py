@@ -19,6 +19,9 @@ import pytest
 # that.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is first imported
 
+# Servers choose the instruction set that this process has, however busy the machine is.
+os.environ.setdefault("ALLSPARK_CPU_COSTS", "off")
+
 from allspark_client import AbstractEngine
 from allspark_server.engine import threads
 from support.tiny_tokenizer import add_tokenizer

@@ -114,7 +114,7 @@ class ServedModel:
         load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
         return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
                           self.scheduler.pending_tokens, {a.name: a.digest for a in self.adapters},
-                          list(self.config.aliases))
+                          list(self.config.aliases), isa=self.info.isa)
 
     @property
     def has_work(self) -> bool:

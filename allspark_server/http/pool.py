@@ -25,6 +25,7 @@ from allspark_client.types import (
     RequestStatInfo,
     TlsConfig,
 )
+from allspark_client.unlike import unlike_members
 from allspark_server.prompt_length import check_characters
 
 from .errors import ApiError, from_engine
@@ -85,6 +86,7 @@ class Pool:
         #: threads that no other calls use: one for the look at the members, one for the list of models
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="allspark-states")
         self._members: tuple[float, list[MemberState]] = (-_HEALTH_AGE, [])
+        self._unlike: list[str] = []    # members that differ, as last logged
         self._models: tuple[float, list[ModelState]] = (0.0, [])
         self._listing: asyncio.Task[list[ModelState]] | None = None
         self._infos: dict[str, tuple[float, ModelInfo]] = {}
@@ -125,9 +127,21 @@ class Pool:
             if self._connected:
                 try:
                     self._members = time.monotonic(), await self._in_thread(ClientEngine.members)
+                    self._tell_differences()
                 except AllSparkError as error:
                     logger.warning("the members' states are not known: %s", error)
             await asyncio.sleep(_LOOK_SECONDS)
+
+    def _tell_differences(self) -> None:
+        """Log once which members differ. A member that cannot be reached changes nothing."""
+        members = self._members[1]
+        if not all(member.connected for member in members):
+            return
+        unlike = unlike_members((member.address, member.models) for member in members)
+        for text in unlike:
+            if text not in self._unlike:
+                logger.warning("%s", text)
+        self._unlike = unlike
 
     async def _in_thread(self, method: Callable[[ClientEngine], T]) -> T:
         """Call a method of the engine on one of the threads for states."""

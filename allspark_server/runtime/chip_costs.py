@@ -7,24 +7,20 @@ they have measured.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import logging
 import os
 import re
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from allspark_client.version import __version__
+from allspark_server.runtime import measured
 from allspark_server.runtime.native import DeviceLost
 
 VARIABLE = "ALLSPARK_GPU_COSTS"
 OFF = "off"
-LOCK_SECONDS = 10.0    # for another process to measure the same GPU
 _DEFAULTS: dict[str, Any] = {}    # for Executor(): those of an H100
 
 logger = logging.getLogger(__name__)
@@ -59,7 +55,7 @@ def kept_costs(library: Any, index: int) -> tuple[Path, dict[str, Any] | None]:
 
 
 def _found(library: Any, index: int, key: dict[str, Any]) -> dict[str, Any]:
-    with _locked(_path(key)):
+    with measured.locked(_path(key)):
         kept = _read(library, index, key)
         if kept is not None:
             return kept
@@ -75,15 +71,13 @@ def _found(library: Any, index: int, key: dict[str, Any]) -> dict[str, Any]:
                            doubt)
             return _DEFAULTS
         logger.info("GPU %d: measured what kernels cost in %.2f s: %s", index, time.monotonic() - began, costs)
-        _write(_path(key), {"key": key, "costs": costs})
+        measured.write(_path(key), {"key": key, "costs": costs}, "the GPU's costs are measured at each start")
         return costs
 
 
 def _path(key: dict[str, Any]) -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(os.environ.get(VARIABLE) or Path(cache) / "allspark" / "gpus")
     name = "-".join(filter(None, (re.sub(r"\W+", "-", key["name"]), key["uuid"], key["pretended"])))
-    return folder / f"{name}.json"
+    return measured.folder(VARIABLE, "gpus") / f"{name}.json"
 
 
 def _read(library: Any, index: int, key: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,36 +99,3 @@ def _read(library: Any, index: int, key: dict[str, Any]) -> dict[str, Any] | Non
         return content["costs"]
     logger.warning("%s cannot be used (%s): the GPU's costs are measured anew", path, doubt)
     return None
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Replaces the file, so that readers see the old or the new one."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
-            try:
-                json.dump(content, file, indent=1)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        logger.warning("%s cannot be written (%s): the GPU's costs are measured at each start", path, error.strerror)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Ranks that share a GPU measure it one after the other, at best once. Without a lock if it cannot be had."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = stack.enter_context(open(path.with_suffix(".lock"), "w", encoding="utf-8"))
-            end = time.monotonic() + LOCK_SECONDS
-            while time.monotonic() < end:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.02)
-        yield

@@ -25,6 +25,9 @@ from .topology import unplugged
 
 MOST_FILES = 65536
 FEW_PROCESSES = 4096
+#: instruction sets without kernels, and Linux' names of their flags. A 16-bit FMA sums with 11 bits, which is no
+#: recipe of ours; AVX10 adds 512-bit instructions that AVX-512 has, where both exist.
+_UNUSED = {"AVX-512 FP16": "avx512_fp16", "AVX10": "avx10"}
 SHARED_MEMORY_PER_RANK = 8 << 20    # a little more than the native library needs
 
 
@@ -79,15 +82,40 @@ def _python() -> list[Finding]:
 def _native() -> list[Finding]:
     try:
         from allspark_server import _native as native
-        return [Finding("ok", "native library", f"instruction set {native.isa()} (of {', '.join(native.isas())})")]
     except ImportError as error:
         remedy = "pip install . in the source tree; needs a C++ compiler"
         return [Finding("missing", "native library", str(error), remedy)]
+    return [Finding("ok", "native library", f"instruction set {native.isa()} (of {', '.join(native.isas())})"),
+            _level(native.isas())]
+
+
+def _level(found: list[str]) -> Finding:
+    """Which instruction set groups compute with here, and what was measured when the CPU was first used."""
+    from allspark_server.runtime.level import MARGIN, OFF, VARIABLE, in_order, kept_rates
+
+    pinned = os.environ.get("ALLSPARK_ISA")
+    if pinned:
+        return Finding("ok", "level", f"{pinned}: ALLSPARK_ISA pins it")
+    path, rates = kept_rates(found)
+    if len(found) < 2 or os.environ.get(VARIABLE) == OFF:
+        return Finding("ok", "level", f"{found[0]}, by the table; nothing is measured")
+    if rates is None:
+        return Finding("ok", "level", f"{found[0]}, by the table; the first group measures whether another is faster")
+    chosen = in_order(found, rates)[0]
+    figures = ", ".join(f"{isa} {rate:.0f}" for isa, rate in rates.items())
+    why = "by the table" if chosen == found[0] else f"at least {MARGIN:g} times as fast here as the table's {found[0]}"
+    return Finding("ok", "level", f"{chosen}, {why}; Gop/s of a thread: {figures}; measured, in {path}")
 
 
 def _processor() -> list[Finding]:
     import cpuinfo
-    return [Finding("ok", "processor", cpuinfo.get_cpu_info().get("brand_raw", "not known"))]
+    info = cpuinfo.get_cpu_info()
+    text = info.get("brand_raw", "not known")
+    if info.get("arch") == "X86_64":
+        flags = set(sysfs.text(Path("/proc/cpuinfo")).split())
+        text += "; " + ", ".join(f"{'has' if flag in flags else 'lacks'} {name}" for name, flag in _UNUSED.items())
+        text += ": no kernels use them"
+    return [Finding("ok", "processor", text)]
 
 
 def _memory(machine: Topology) -> list[Finding]:

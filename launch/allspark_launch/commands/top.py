@@ -8,6 +8,9 @@ from collections.abc import Iterable
 
 import grpc
 
+from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.unlike import unlike_members
+
 from ..pool.members import Member, add_target_options, placed_share, targets
 from . import AddCommand
 
@@ -23,23 +26,28 @@ def add_command(command: AddCommand) -> None:
 def status(options: argparse.Namespace) -> int:
     """`allspark pool status`: 0 if all members serve."""
     rows = [("member", "address", "state", "ranks", "placed", "requests", "restarts", "models")]
-    bad = 0
+    bad, models_of = 0, []
     for target in targets(options):
         with Member(target) as member:
             try:
                 info = member.info()
                 state = "draining" if info.draining else "serving" if member.serves() else "not serving"
-                models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
+                models = [f"{m.name} ({', '.join(_facts(m))})" for m in info.models]
                 rows.append((target.name, target.address, state, str(info.rank_nums), placed_share(info),
                              str(info.requests), str(info.restarts), ", ".join(models) or "-"))
+                models_of.append((target.name, info.models))
                 bad += state == "not serving"
             except grpc.RpcError as error:
                 bad += 1
                 refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
                 rows.append((target.name, target.address, "refused" if refused else "down", "", "", "", "",
                              f"{error.code().name}: {error.details()}"))
-    print("\n".join(table(rows)))
+    print("\n".join([*table(rows), *unlike_members(models_of)]))
     return 1 if bad else 0
+
+
+def _facts(model: pb.ModelState) -> list[str]:
+    return ["running" if model.running else "stopped", f"load {model.load}", *([model.isa] if model.isa else [])]
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
