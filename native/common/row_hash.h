@@ -28,9 +28,12 @@ inline uint64_t row_hash(const void* data, size_t bytes, uint64_t row) {
       lanes[i] = fold(words[0] ^ kKeys[i], words[1] ^ lanes[i]);
     }
   };
-  constexpr size_t kBlock = 16 * kLanes;
+  constexpr size_t kBlock = 16 * kLanes, kAhead = 2048;  // prefetching by hardware ends with a page
   size_t i = 0;
-  for (; i + kBlock <= bytes; i += kBlock) block(p + i);
+  for (; i + kBlock <= bytes; i += kBlock) {
+    __builtin_prefetch(p + i + kAhead);  // past the end of the row, too: the next one follows
+    block(p + i);
+  }
   if (i < bytes) {
     char rest[kBlock] = {};
     std::memcpy(rest, p + i, bytes - i);

@@ -234,7 +234,7 @@ class CompressedTensors:
             table = e4m3_values() / overall.values.reshape(-1)[0]
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(weight.values[begin:end], table[scales.values[begin:end]])
+            return QuantizedRows(weight.values[begin:end], table.take(scales.values[begin:end]))
 
         return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
