@@ -55,9 +55,9 @@ def conversations(tmp_path, clients: int, members: int, count: int, turns: int, 
     rng = random.Random(1)
     access = {"access": Access({"gateway": Role.DOOR, "user": Role.GENERATE})}
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(serving(
-            f"unix:{tmp_path}/{i}", FakeEngine(group=FakeGroup(num_spans=4096, token=token_after, delay=0.005)), **access))
-            for i in range(members)]
+        groups = [FakeGroup(num_spans=4096, token=token_after, delay=0.005) for _ in range(members)]
+        servers = [stack.enter_context(serving(f"unix:{tmp_path}/{i}", FakeEngine(group=group), **access))
+                   for i, group in enumerate(groups)]
         engines = [stack.enter_context(ClientEngine([address for _, address in servers], token=token))
                    for _ in range(clients)]
         histories = [[rng.randrange(1, 600) for _ in range(100)] for _ in range(count)]
