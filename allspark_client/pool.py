@@ -19,7 +19,7 @@ from ._proto import allspark_pb2 as pb
 from .affinity import PrefixMemory, beginnings
 from .connection import Member
 from .discovery import Discovery, Found
-from .errors import AllSparkError, AsStatus, closed_engine, forked_engine
+from .errors import AllSparkError, AsStatus, NotLoaded, closed_engine, forked_engine
 from .live_request import has_adapter
 from .local_group import SelfStartedGroup
 from .request import RequestSpec
@@ -186,8 +186,16 @@ class Pool:
             self.closing.wait(RETRY_SECONDS)
 
     def call(self, method: str, request: Message, response_type: type[M], timeout: float = _ANSWER_SECONDS) -> M:
-        """A unary call to one member; it may take `timeout` seconds."""
-        return self.retry(lambda member: member.call(method, request, response_type, timeout))
+        """A unary call to one member, which may take `timeout` seconds. If it names a model on demand, a member that has
+        loaded the model is preferred.
+        """
+        try:
+            return self.retry(lambda member: member.call(method, request, response_type, timeout))
+        except NotLoaded:
+            for member in self.members:
+                with contextlib.suppress(NotLoaded, Unavailable):
+                    return member.call(method, request, response_type, timeout)
+            raise
 
     def call_all(self, method: str, request: Message, again: Callable[[Member], object] | None = None) -> AsStatus:
         """A call that every member must carry out; the first refusal is raised once all have answered.
@@ -233,8 +241,18 @@ class Pool:
         return answers or [self.retry(attempt)]
 
     def ask_each(self, method: str, request: Message, response_type: type[M]) -> list[M]:
-        """A unary call to each connected member."""
-        return self.ask_connected(lambda member: member.call(method, request, response_type, _ANSWER_SECONDS))
+        """A unary call to each connected member, but for those that have not loaded a model on demand that it names."""
+        def ask(member: Member) -> M | NotLoaded:
+            try:
+                return member.call(method, request, response_type, _ANSWER_SECONDS)
+            except NotLoaded as error:
+                return error
+
+        answers = self.ask_connected(ask)
+        found = [answer for answer in answers if not isinstance(answer, NotLoaded)]
+        if not found and isinstance(answers[0], NotLoaded):
+            raise answers[0]
+        return found
 
     def _connected_first(self) -> list[Member]:
         return sorted(self.members, key=lambda member: not member.connected)

@@ -308,7 +308,7 @@ class ModelState:
     #: names of the loaded LoRA adapters, and a digest of each: equal digests mean equal adapters
     adapters: dict[str, str] = field(default_factory=dict)
     aliases: list[str] = field(default_factory=list)        #: further names for HTTP clients
-    on_demand: bool = False     #: it is not loaded, and load_model or a request loads it
+    on_demand: bool = False     #: it is not loaded now, and load_model or a request loads it
     isa: str = ""               #: instruction set, or GPU, that computes it
 
 

@@ -31,28 +31,30 @@ async def sleep(call: Call, _: None) -> None:
     if call.query("level") not in _LEVELS:
         raise bad_value("level", f"it is {call.query('level')!r}; allowed: 1")
     for model in await _named(call):
-        await call.pool.sleep(model.name)
+        if not model.on_demand:
+            await call.pool.sleep(model.name)
     await call.reply({})
 
 
 async def wake_up(call: Call, _: None) -> None:
     """Lets models that sleep take requests again."""
     for model in await _named(call):
-        if not model.running:
+        if not model.running and not model.on_demand:
             await call.pool.wake(model.name)
     await call.reply({})
 
 
 async def is_sleeping(call: Call, _: None) -> None:
     """Whether models sleep, all of them or the one that is named."""
-    models = await _named(call)
+    models = [model for model in await _named(call) if not model.on_demand]
     await call.reply({"is_sleeping": bool(models) and not any(model.running for model in models)})
 
 
 async def reset_prefix_cache(call: Call, _: None) -> None:
     """Forgets the cached prefixes that no request uses. Answers do not depend on it."""
     for model in await _named(call):
-        await call.pool.reset_prefix_cache(model.name)
+        if not model.on_demand:
+            await call.pool.reset_prefix_cache(model.name)
     await call.reply({})
 
 

@@ -35,13 +35,14 @@ class Health:
     async def update(self) -> None:
         """Report the current states.
 
-        The service is healthy while it takes requests and nothing that should serve has failed; a model, while it runs.
+        The service is healthy while it takes requests and nothing that should serve has failed; a model, while it runs
+        or a request would load it.
         """
         failures = self._engine.failures()
         healthy = not failures and not self._draining()
         states: dict[str, bool | None] = dict.fromkeys(self._reported)
         states |= {"": healthy, SERVICE_NAME: healthy}
-        states |= {MODEL_HEALTH + model.name: model.running for model in self._engine.list_models()}
+        states |= {MODEL_HEALTH + model.name: model.running or model.on_demand for model in self._engine.list_models()}
         if healthy is not self._reported.get("") and failures:
             logger.error("health checks now say NOT_SERVING: %s",
                          "; ".join(f"{name or 'engine'}: {why}" for name, why in failures.items()))

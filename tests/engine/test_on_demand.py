@@ -6,9 +6,12 @@ import json
 import threading
 import time
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
+from allspark_launch.cli import main
 from allspark_server.engine import on_demand
 from allspark_server.engine.engine import Engine
 from support.engine_helpers import collect, refused
@@ -188,10 +191,16 @@ class SmallEngine(FakeEngine):
             self.start_model(name)
 
 
-def test_behind_a_server(tmp_path):
+def test_behind_a_server(tmp_path, capsys):
     with serving(f"unix:{tmp_path}/s", SmallEngine()) as (engine, address), ClientEngine(address) as client:
         assert {state.name: (state.running, state.on_demand, state.aliases) for state in client.list_models()} == \
             {"m": (True, False, []), "a": (False, True, ["alias-a"]), "b": (False, True, ["alias-b"])}
+        assert main(["top", "--address", address, "--once"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [("not loaded" in line) for line in lines[1:]] == [False, True, True], lines
+        with grpc.insecure_channel(address) as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check
+            assert check(health_pb2.HealthCheckRequest(service="allspark.Allspark")).status == 1
         for name in ("a", "m", "b", "a"):
             assert tokens(start(client, name)) == expected(PROMPT, 5)
         assert engine._group.loads == ["m", "a", "b", "a"]
@@ -217,6 +226,9 @@ def test_a_pool_prefers_the_member_that_has_loaded_the_model(tmp_path):
         for _ in range(3):
             assert tokens(start(client, "a")) == expected(PROMPT, 5)
         client.load_for_requests("a")
+        assert client.get_model_info("a").name == "a" and client.get_as_engine_stat("a").total_span > 0
+        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, client.get_model_info, "b", match="not loaded now")
+        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, client.get_as_engine_stat, "b", match="not loaded now")
         assert one._group.loads == ["m"] and two._group.loads == ["m", "a"]
         client.load_for_requests("b")
         assert sorted(one._group.loads + two._group.loads) == ["a", "b", "m", "m"]

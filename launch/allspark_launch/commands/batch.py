@@ -153,7 +153,7 @@ class Endpoints:
         from allspark_server.http.errors import ApiError
         await self._pool.open()
         try:
-            return [model.name for model in await self._pool.models() if model.running]
+            return [model.name for model in await self._pool.models() if model.running or model.on_demand]
         except ApiError as error:
             raise RuntimeError(error.message) from error
 

@@ -119,7 +119,7 @@ class Worker:
     async def open(self, model: str | None, register: bool) -> None:
         """Finds the model (`model`, or the only one that runs). Registers with the controller in the background."""
         await self._engine.__aenter__()
-        running = sorted({state.name for state in await self._engine.list_models() if state.running})
+        running = sorted({state.name for state in await self._engine.list_models() if state.running or state.on_demand})
         if model is None and len(running) != 1:
             raise ValueError(f"the pool runs {', '.join(running) or 'no model'}: name one with --model-name")
         self._info = await self._engine.get_model_info(model or running[0])

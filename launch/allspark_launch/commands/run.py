@@ -44,7 +44,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise ValueError("the prompt is empty")
     if parsed.address:
         with ClientEngine(parsed.address) as engine:
-            models = [m.name for m in engine.list_models() if m.running]
+            models = [m.name for m in engine.list_models() if m.running or m.on_demand]
             name = parsed.model_name or (models[0] if models else "")
             if not name:
                 raise ValueError(f"the group at {parsed.address} runs no model; allspark serve --model starts one")

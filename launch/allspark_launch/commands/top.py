@@ -85,6 +85,9 @@ def _top_table(members: list[Member]) -> list[str]:
             shares = [f"{100 * part / sum(spent):.1f}%" if sum(spent) else "-" for part in spent[1:]]
             notes = ["draining"] * info.draining + [f"{info.restarts} restarts"] * (info.restarts > 0)
             for model in info.models:
+                if model.on_demand:
+                    rows.append((member.target.name, model.name, *["-"] * 8, ", ".join(["not loaded", *notes])))
+                    continue
                 s = member.stat(model.name)
                 prefill = max(0.0, s.process_token_persec - s.generate_token_persec)
                 rows.append((member.target.name, model.name, str(s.running_request), str(s.pendding_request),
