@@ -186,8 +186,8 @@ class Pool:
             self.closing.wait(RETRY_SECONDS)
 
     def call(self, method: str, request: Message, response_type: type[M], timeout: float = _ANSWER_SECONDS) -> M:
-        """A unary call to one member, which may take `timeout` seconds. If it names a model on demand, the member is one
-        that has loaded it.
+        """A unary call to one member, which may take `timeout` seconds. If it names a model on demand, the member has
+        loaded it.
         """
         try:
             return self.retry(lambda member: member.call(method, request, response_type, timeout))
