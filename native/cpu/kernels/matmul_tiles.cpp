@@ -402,8 +402,11 @@ void widen(const char* w, int steps, char* out) {
 
 alignas(64) thread_local char widened[kWidenedBytes];
 size_t widened_bytes(const Packed& w) { return (size_t)((w.k + 63) / 64) * kPanelStepBytes; }
-// Whether 4-bit weights in one group are widened for m rows.
-bool widens(const Packed& w, int m, int parts) { return m >= 16 && widened_bytes(w) * parts <= kWidenedBytes; }
+// Whether 4-bit weights in one group are widened for m rows. VNNI reads them as stored, and is faster with fewer rows.
+// Two planes double the products, which costs VNNI more, so tiles pay off earlier.
+bool widens(const Packed& w, int m, int parts) {
+  return m >= (w.planes == 2 ? 16 : 24) && widened_bytes(w) * parts <= kWidenedBytes;
+}
 
 // Calls multiply(u0, u1, weights) for units [u0, u1) of panels with their bytes: the stored ones or, of 4-bit weights,
 // widened ones of as many units as stay in the second-level cache. parts: panels of a unit, w.panels() / 2 apart.
