@@ -53,7 +53,7 @@ struct Quants {
 
   // Whether scales change within a block.
   AS_BOTH bool fine() const { return codes == Codes::nvfp4 || (groups > 1 && group < kBlock); }
-  // Columns from a group's first one to the first that has the scale in the high half of its word; 0: all have the same.
+  // Columns from a group's first one to the first that has the scale in the high half of its word; 0: all have one.
   AS_BOTH int half() const { return is_e2m1(codes) ? group / 2 : 0; }
 };
 
