@@ -96,14 +96,14 @@ class Engine(AbstractEngine):
     def installed(self, config: AsModelConfig) -> bool:
         """Whether a model of exactly this config is installed."""
         name = config.model_name
-        if name in self._on_demand:
+        if name in self._on_demand.listed:
             return self._on_demand.config(name) == config
         model = self._models.get(name)
         return model is not None and model.config == config
 
     def start_model(self, model_name: str) -> AsStatus:
         """See AbstractEngine. A model that has failed is loaded again, since its cache cannot be trusted."""
-        if model_name in self._on_demand:
+        if model_name in self._on_demand.listed:
             self._on_demand.start(model_name)
             if model_name not in self._models:
                 self._record.save()
@@ -123,7 +123,7 @@ class Engine(AbstractEngine):
 
     def stop_model(self, model_name: str) -> AsStatus:
         """See AbstractEngine. A model on demand is also unloaded."""
-        if model_name in self._on_demand:
+        if model_name in self._on_demand.listed:
             self._on_demand.stop(model_name)
             self._thread.call(lambda: self._unload_if_loaded(model_name))
         else:
@@ -151,7 +151,7 @@ class Engine(AbstractEngine):
 
     def load_later(self, model_name: str) -> Future[None]:
         """As load_model, without waiting: the future ends when load_model would."""
-        if model_name in self._on_demand:
+        if model_name in self._on_demand.listed:
             return self._on_demand.load(model_name)
         self._model(model_name)
         future: Future[None] = Future()
@@ -164,7 +164,7 @@ class Engine(AbstractEngine):
 
     def unload_model(self, model_name: str) -> AsStatus:
         """See AbstractEngine."""
-        if model_name not in self._on_demand:
+        if model_name not in self._on_demand.listed:
             self._model(model_name)
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 f"model {model_name!r} is not installed with on_demand; release_model frees it")
@@ -224,7 +224,7 @@ class Engine(AbstractEngine):
 
         Raises ValueError, TypeError or AllSparkError if the request is refused.
         """
-        if spec.model in self._on_demand:
+        if spec.model in self._on_demand.listed:
             with self._on_demand.using(spec.model):
                 return self._submit(spec, sink, dependency)
         return self._submit(spec, sink, dependency)
@@ -432,7 +432,7 @@ class Engine(AbstractEngine):
             self._thread.check_open()
         if (model := self._models.get(name)) is not None:
             return model
-        if name in self._on_demand:
+        if name in self._on_demand.listed:
             raise NotLoaded(name)
         if (loading := self._loader.loading) is not None and loading.model_name == name:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {name!r} is still being loaded")
@@ -497,7 +497,7 @@ class Engine(AbstractEngine):
         self._record.configured.discard(name)
         if name not in self._models and self._record.installed(name):
             return
-        on_demand = name in self._on_demand
+        on_demand = name in self._on_demand.listed
         if on_demand:
             self._on_demand.remove(name)
         loading = self._loader.loading

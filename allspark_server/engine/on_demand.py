@@ -62,14 +62,12 @@ class OnDemandModels:
         """
         self._engine_thread, self._loader, self._models = thread, loader, models
         self._unload, self._save, self._part = unload, save, part
-        self._listed: dict[str, _Listed] = {}
+        #: the models by name; read it to ask whether a model is one of them
+        self.listed: dict[str, _Listed] = {}
         self._lock = threading.Lock()
         self._wanted: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None    # from the first model on
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._listed
 
     # --- the list ---
 
@@ -77,47 +75,47 @@ class OnDemandModels:
         """Adds a model, which stays unloaded. Raises AllSparkError if one of this name is installed."""
         name = config.model_name
         with self._lock:
-            if name in self._listed or name in self._models:
+            if name in self.listed or name in self._models:
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                     f"a model named {name!r} is installed already; release it first")
-            self._listed[name] = _Listed(config, started, list(config.lora_names if adapters is None else adapters))
+            self.listed[name] = _Listed(config, started, list(config.lora_names if adapters is None else adapters))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="allspark-on-demand", daemon=True)
                 self._thread.start()
 
     def config(self, name: str) -> AsModelConfig:
         """The config of a model of the list."""
-        return self._listed[name].config
+        return self.listed[name].config
 
     def start(self, name: str) -> None:
         """Requests may load the model."""
-        self._listed[name].started = True
+        self.listed[name].started = True
 
     def stop(self, name: str) -> None:
         """Requests may not load the model any more."""
         with self._lock:
-            listed = self._listed[name]
+            listed = self.listed[name]
             listed.started = False
             self._fail(listed, self._not_started(name))
 
     def remove(self, name: str) -> None:
         """Takes a model, which is not loaded, off the list."""
         with self._lock:
-            listed = self._listed.pop(name)
+            listed = self.listed.pop(name)
             self._fail(listed, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR,
                                              f"model {name!r} was released while it was loaded"))
 
     def states(self) -> list[ModelState]:
         """The states of the models that are not loaded."""
         with self._lock:
-            listed = [(name, entry) for name, entry in self._listed.items() if name not in self._models]
+            listed = [(name, entry) for name, entry in self.listed.items() if name not in self._models]
         return [ModelState(name, False, "", aliases=list(entry.config.aliases), on_demand=entry.started)
                 for name, entry in listed]
 
     def entries(self) -> list[tuple[AsModelConfig, bool, list[str]]]:
         """The config, whether it is started, and the adapters of each model that is not loaded."""
         with self._lock:
-            return [(entry.config, entry.started, entry.adapters) for name, entry in self._listed.items()
+            return [(entry.config, entry.started, entry.adapters) for name, entry in self.listed.items()
                     if name not in self._models]
 
     # --- loads ---
@@ -125,7 +123,7 @@ class OnDemandModels:
     def load(self, name: str) -> Future[None]:
         """Asks for a model; the result is there once it is loaded. Raises AllSparkError if it is not started."""
         with self._lock:
-            listed = self._listed[name]
+            listed = self.listed[name]
             if not listed.started:
                 raise self._not_started(name)
             if self._closed.is_set():
@@ -143,7 +141,7 @@ class OnDemandModels:
 
     def part(self, name: str) -> float:
         """How much of a model is loaded, 0…1."""
-        listed = self._listed.get(name)
+        listed = self.listed.get(name)
         if listed is None or listed.loaded is None:
             return 1.0
         if (loading := self._loader.loading) is not None and loading.model_name == name:
@@ -154,7 +152,7 @@ class OnDemandModels:
     def using(self, name: str) -> Iterator[None]:
         """A context in which the model stays loaded. Raises NotLoaded if it is not."""
         with self._lock:
-            listed = self._listed[name]
+            listed = self.listed[name]
             if name not in self._models or listed.leaving:
                 raise NotLoaded(name)
             listed.entering += 1
@@ -179,20 +177,20 @@ class OnDemandModels:
         self._closed.set()
         self._wanted.put(None)
         with self._lock:
-            for listed in self._listed.values():
+            for listed in self.listed.values():
                 self._fail(listed, closed_engine())
 
     # --- its thread ---
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            timed = any(entry.config.idle_timeout for name, entry in list(self._listed.items()) if name in self._models)
+            timed = any(entry.config.idle_timeout for name, entry in list(self.listed.items()) if name in self._models)
             try:
                 name = self._wanted.get(timeout=_IDLE_LOOK_SECONDS if timed else None)
             except queue.Empty:
                 self._unload_forgotten()
                 continue
-            listed = self._listed.get(name) if name is not None else None
+            listed = self.listed.get(name) if name is not None else None
             if listed is not None:
                 self._load(listed)
 
@@ -235,9 +233,9 @@ class OnDemandModels:
     def _make_room(self, wanted: str, deadline: float) -> bool:
         """Unloads another model of the list; returns whether there was one."""
         with self._lock:
-            others = sorted((entry.used, name) for name, entry in self._listed.items()
+            others = sorted((entry.used, name) for name, entry in self.listed.items()
                             if name != wanted and name in self._models)
-            stay = max((entry.stays_until for name, entry in self._listed.items() if name in self._models), default=0.0)
+            stay = max((entry.stays_until for name, entry in self.listed.items() if name in self._models), default=0.0)
         self._closed.wait(max(0.0, stay - time.monotonic()))
         for _, name in others:
             if self._engine_thread.call(functools.partial(self._unload_idle, name)):
@@ -248,7 +246,7 @@ class OnDemandModels:
         name = others[0][1]
         logger.info("model %r takes no new requests until those that run have ended, to make room for %r", name, wanted)
         with self._lock:
-            self._listed[name].leaving = True
+            self.listed[name].leaving = True
         return self._wait_idle(name, deadline)
 
     def _wait_idle(self, name: str, deadline: float) -> bool:
@@ -264,7 +262,7 @@ class OnDemandModels:
     def _unload_forgotten(self) -> None:
         """Unloads the models that were not used for their idle_timeout."""
         now = time.monotonic()
-        for name, entry in list(self._listed.items()):
+        for name, entry in list(self.listed.items()):
             if entry.config.idle_timeout and name in self._models and now - entry.used > entry.config.idle_timeout:
                 if self._engine_thread.call(functools.partial(self._unload_idle, name, now)):
                     logger.info("model %r is unloaded: it was not used for %g s", name, entry.config.idle_timeout)
@@ -276,7 +274,7 @@ class OnDemandModels:
         """Unloads a loaded model unless it is in use, or was until less than its idle_timeout before `now`. Returns
         whether it is unloaded.
         """
-        model, listed = self._models.get(name), self._listed[name]
+        model, listed = self._models.get(name), self.listed[name]
         if model is None:
             return True
         with self._lock:    # `using` counts under it
@@ -295,7 +293,7 @@ class OnDemandModels:
 
     def _stay(self, name: str) -> None:
         with self._lock:
-            if (listed := self._listed.get(name)) is not None:
+            if (listed := self.listed.get(name)) is not None:
                 listed.leaving = False
 
     def _fail(self, listed: _Listed, error: AllSparkError) -> None:
