@@ -360,6 +360,55 @@ def _state_space(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
     return _finished(e, x, last, logits, embedding)
 
 
+def _encoder(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
+    """An executor with an encoder: a layer for each activation, of which every second one has a window, and each kind
+    of pooling.
+    """
+    e = empty()
+    matrix, vector = _weights_of(e, weights, group, iter(range(401, 500)))
+    columns, positions = (HEADS + 2 * KV_HEADS) * HEAD_DIM, 300
+    x, y, qkv, attended, inner, halves, head, logits = (e.add_tensor(size, rows) for size, rows in (
+        (HIDDEN, False), (HIDDEN, False), (columns, False), (HEADS * HEAD_DIM, False), (INNER, False),
+        (INNER // 2, False), (HIDDEN, True), (HIDDEN, True)))
+    e.add_op("embedding", [], [x], [matrix(VOCAB, HIDDEN)], {"vocab_begin": 0})
+    e.add_op("position_embedding", [x], [], [vector(positions * HIDDEN)], {"positions": positions, "offset": 2})
+    e.add_op("position_embedding", [x], [], [vector(positions * HIDDEN), vector(2 * HIDDEN)],
+             {"positions": positions, "separator": 10})
+    for number, function in enumerate(("gelu", "gelu_tanh", "silu", "tanh", "relu")):
+        e.add_op("layer_norm", [x], [], [vector(HIDDEN, 1), vector(HIDDEN)], {"eps": 1e-5})
+        e.add_op("linear", [x], [qkv], [matrix(columns, HIDDEN)], {})
+        e.add_op("span_attention", [qkv], [attended], [],
+                 {"layer": 0, "q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "group": HEADS // KV_HEADS,
+                  "scale": 0.2, "bidirectional": 1, "window": 33 if number % 2 else 0})
+        e.add_op("linear", [attended], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)], {})
+        e.add_op("add", [x, y], [x], [], {})
+        e.add_op("linear", [x], [inner], [matrix(INNER, HIDDEN)], {})
+        e.add_op("activate", [inner], [], [], {"function": function})
+        e.add_op("gelu_mul", [inner], [halves], [], {})
+        e.add_op("linear", [halves], [y], [matrix(HIDDEN, INNER // 2)], {})
+        e.add_op("add", [x, y], [x], [], {})
+    e.add_op("pool_rows", [x], [logits], [], {"pooling": "cls"})
+    for pooling in ("mean", "last"):
+        e.add_op("pool_rows", [x], [head], [], {"pooling": pooling})
+        e.add_op("add", [logits, head], [logits], [], {})
+    e.add_op("hidden_states", [logits], [], [], {})
+    e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, "float32")
+    return e
+
+
+def _run_encoder(executor: Any, lengths: tuple[int, ...] = (3, 63, 290)) -> str:
+    """Digest of an embedding of each of the texts of a step."""
+    new, work, spans = [], [], 0
+    for slot, length in enumerate(lengths):
+        text = [(7 * i + 13 * slot + 3) % VOCAB for i in range(length)]
+        new.append(NewSlot(slot, text, SAMPLINGS[0].encode()))
+        work.append(WorkItem(slot, length, int(Flag.HIDDEN), outputs=1,
+                             spans=list(range(spans, spans + length // SPAN + 1))))
+        spans += length // SPAN + 1
+    hidden = executor.step(StepPlan(new=new, work=work).encode(), False).hidden
+    return hashlib.sha256(np.ascontiguousarray(hidden).tobytes()).hexdigest()[:16]
+
+
 def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int = 1, probes: int = 0) -> str:
     """Digest of logits and sampled tokens: a step with prompts of these lengths, then a step of single tokens.
 
@@ -494,6 +543,12 @@ def recurrent_digests() -> dict[str, str]:
             for name, build in models.items() for weights, group in WEIGHTS[:2]}
 
 
+@functools.lru_cache(maxsize=1)
+def encoder_digests() -> dict[str, str]:
+    """Digests of encoders, by weight format."""
+    return {f"encoder {weights}": _run_encoder(_encoder(weights, group)) for weights, group in WEIGHTS[:2]}
+
+
 def _run_variant(executor: Any) -> str:
     return _run(executor, (3, 130, 290), groups=2, probes=8)
 
@@ -538,7 +593,7 @@ def results_digest(gpu: int | None = None) -> str:
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
         found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign,
-                 **recurrent_digests(), **latent_digests()}
+                 **recurrent_digests(), **latent_digests(), **encoder_digests()}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

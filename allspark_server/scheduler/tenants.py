@@ -104,7 +104,7 @@ class Tenants:
 
     def busiest(self) -> Account:
         """The tenant with the most slots. There must be one."""
-        account = self._at[int(self.running.argmax())]
+        account = self._at[int(np.argmax(self.running))]
         assert account is not None
         return account
 

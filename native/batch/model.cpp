@@ -30,6 +30,11 @@ int Model::adapter_targets() const {
   return targets;
 }
 
+bool Model::needs_whole_sequences() const {
+  return std::any_of(program_.ops().begin(), program_.ops().end(),
+                     [](const OpNode& op) { return op.is(Op::span_attention) && op.flag("bidirectional"); });
+}
+
 bool Model::is_draft_head() const {
   return std::any_of(program_.ops().begin(), program_.ops().end(),
                      [](const OpNode& op) { return op.is(Op::kept_hidden); });

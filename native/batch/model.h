@@ -16,6 +16,8 @@ class Model : public StepModel {
   const Program& program() const { return program_; }
   // Whether the program is a draft head, which takes the hidden states of another program.
   bool is_draft_head() const;
+  // Whether rows attend to later ones, so that a step has all rows of a sequence.
+  bool needs_whole_sequences() const;
   // Null before allocation, on ranks that do not sample, and if there are no masks.
   std::shared_ptr<Masks> masks() const { return masks_; }
 

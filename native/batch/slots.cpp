@@ -127,6 +127,10 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
       refuse("positions " + std::to_string(slot.cached) + "..." + std::to_string(end) + " of " + name +
              " are not among its " + std::to_string(slot.history) + " tokens, or these are more than " +
              std::to_string(limits_.max_length));
+    if (limits_.whole && (slot.cached || end != slot.history || w.samples() || w.outputs > 1))
+      refuse(name + " has rows " + std::to_string(slot.cached) + "..." + std::to_string(end) + " of " +
+             std::to_string(slot.history) + " and " + std::to_string(w.outputs) +
+             " outputs; this model computes all rows of a text in one step, with one output, and samples nothing");
     for (long spans : slot.spans)
       if (spans * limits_.span_size < end)
         refuse("positions up to " + std::to_string(end) + " of " + name + " are not covered by its " +

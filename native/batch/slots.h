@@ -17,6 +17,7 @@ struct SlotLimits {
   int host_spans = 0;          // size of the second tier
   std::vector<char> adapters;  // of each adapter index: whether it is loaded
   int state_spans = 0;         // spans that hold a slot's recurrent state; 0: the model has none
+  bool whole = false;          // rows attend to later ones, so an item has all rows of its sequence
 };
 
 class Slots {

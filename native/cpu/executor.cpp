@@ -63,7 +63,8 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   runner_->hidden_states(),
                   0,
                   std::vector<char>(adapters.count),
-                  runner_->state_spans()};
+                  runner_->state_spans(),
+                  needs_whole_sequences()};
   if (draft_) draft_->runner_->share_states(*runner_);
   if (queued) asynchronous_.emplace(*runner_);
   make_decoder();

@@ -50,8 +50,8 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     : core_(core), program_(program), weights_(weights), limits_(limits) {
   if (limits.max_rows < 1 || limits.max_outputs < 1 || limits.max_slots < 1 || limits.max_length < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
-  if (program.ops().empty() || !program.ops().back().is(Op::sample))
-    throw std::invalid_argument("the op list must end with sample");
+  if (program.ops().empty() || !(program.ops().back().is(Op::sample) || program.ops().back().is(Op::hidden_states)))
+    throw std::invalid_argument("the op list must end with sample or hidden_states");
   check_experts();
   for (const OpNode& op : program.ops()) check_attributes(op);
   allocate_cache(cache);

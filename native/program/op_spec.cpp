@@ -103,6 +103,13 @@ void check_embedding(const Program& p, const OpNode& op) { width_is(op, p.out(op
 
 void check_nothing(const Program&, const OpNode&) {}
 
+void check_position_embedding(const Program& p, const OpNode& op) {
+  const long width = p.in(op).width, positions = op.integer("positions");
+  if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have a row for each token");
+  vector_is(p, op, 0, positions * width);
+  if (op.weights.size() == 2) vector_is(p, op, 1, 2 * width);
+}
+
 void check_rms_norm(const Program& p, const OpNode& op) {
   width_is(op, p.out(op), p.in(op).width, "output");
   vector_is(p, op, 0, p.in(op).width);
@@ -167,8 +174,11 @@ void check_span_attention(const Program& p, const OpNode& op) {
     throw wrong(
         op, "a window of " + std::to_string(window) + " over a cache group that keeps " + std::to_string(cache.window));
   for (const OpNode& other : p.ops())
-    if (other.spec == op.spec && other.integer("cache_group") == number && other.integer("layer") == layer)
+    if (other.spec == op.spec && other.integer("cache_group") == number && other.integer("layer") == layer &&
+        !(op.flag("bidirectional") && other.flag("bidirectional")))
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
+  if (op.flag("bidirectional") && (cache.kind == CacheKind::sliding || op.flag("alibi") || op.number("logn") > 0))
+    throw wrong(op, "bidirectional excludes a sliding cache group, alibi and logn");
   const int vectors = op.flag("sinks") + op.flag("alibi");
   if ((int)op.weights.size() != vectors)
     throw wrong(op, std::to_string(op.weights.size()) + " weights, expected " + std::to_string(vectors) +
@@ -285,6 +295,11 @@ void check_gated_rms_norm(const Program& p, const OpNode& op) {
 }
 
 void check_select_rows(const Program& p, const OpNode& op) { width_is(op, p.out(op), p.in(op).width, "output"); }
+
+void check_pool_rows(const Program& p, const OpNode& op) {
+  check_all_rows(p, op);
+  width_is(op, p.out(op), p.in(op).width, "output");
+}
 
 void check_sample(const Program& p, const OpNode& op) {
   check_shard(op.integer("vocab_begin"), p.in(op).width, op.integer("vocab_size"));
@@ -439,6 +454,10 @@ Cost cost_ssd(const Program& p, const OpNode& op, const StepSize& size) {
 
 Cost cost_select_rows(const Program& p, const OpNode& op, const StepSize& size) {
   return {8 * values(p, p.out(op), size), 0};
+}
+
+Cost cost_pool_rows(const Program& p, const OpNode& op, const StepSize& size) {
+  return {moved(p, op, size), values(p, p.in(op), size)};
 }
 
 Cost cost_expert_linear(const Program& p, const OpNode& op, const StepSize& size) {

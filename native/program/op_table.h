@@ -14,6 +14,10 @@ OP(rotary_table, kNone, kNone, {1, 2}, false, RowRule::none,
 // Scaled rows of a table; zeros for ids of other ranks. Rows given as embeddings are passed through on rank 0.
 OP(embedding, kNone, kOne, kOne, false, RowRule::all,
    {number_or("scale", 1), of_rank("vocab_begin", RankRule::weight_begin)}, check_embedding, cost_embedding)
+// Adds a row of a table of positions: that of the row's position + offset. Then, if there is a second table of segments,
+// a row of that one: row 1 for what follows the sequence's first `separator`, row 0 up to it.
+OP(position_embedding, kOne, kOne, {1, 2}, true, RowRule::as_input,
+   {positive(whole("positions")), counted("offset"), counted("separator")}, check_position_embedding, each_value<1>)
 // The sum of the ranks' partial results, in rank order.
 OP(all_reduce, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, cost_all_reduce)
 // unit_offset: the weight is 1 + w.
@@ -49,10 +53,12 @@ OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
 // Input: [queries | keys | values]. A query at position p sees positions in (p - window, p]; window 0: all up to p.
 // Scores are scale * q k, then soft_cap * tanh(score / soft_cap), plus slope * (key position - p). A sink is one more
 // score without a value. logn: queries beyond that position are multiplied by log(p + 1) / log(logn).
+// bidirectional: a query sees positions in (p - window, p + window), or all. Then a step has all rows of a sequence, and
+// layers may share their place in the cache, because no later step reads it.
 OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
    {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
     counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
-    at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
+    flag("bidirectional"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
 // Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of
@@ -100,9 +106,13 @@ OP(sigmoid_gate, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each
 // Activation of the first half of the columns, times the second half.
 OP(silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<5>)
 OP(gelu_tanh_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<9>)
+OP(gelu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<12>)
 // gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit.
 OP(clamped_silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {number("alpha"), number("limit")},
    check_gated, each_value<9>)
+// An activation of each value. gelu: x / 2 * (1 + erf(x / sqrt(2))).
+OP(activate, kOne, kOne, kNone, true, RowRule::as_input,
+   {choice("function", {"gelu", "gelu_tanh", "silu", "tanh", "relu"})}, check_nothing, each_value<9>)
 // x^2 where x is positive, otherwise 0.
 OP(relu_square, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, each_value<2>)
 OP(add, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
@@ -154,6 +164,9 @@ OP(spread_columns, kOne, kOne, kOne, false, RowRule::as_input, {}, check_spread_
 OP(keep_hidden, kOne, kNone, kNone, false, RowRule::none, {}, check_all_rows, each_value<0>)
 OP(kept_hidden, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, each_value<0>)
 OP(select_rows, kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows)
+// One row for each sequence, of which the step has all rows: its first or last row, or the mean of its rows.
+OP(pool_rows, kOne, kOne, kNone, false, RowRule::selected, {choice("pooling", {"cls", "mean", "last"})}, check_pool_rows,
+   cost_pool_rows)
 // Outputs hidden states for items that request them.
 OP(hidden_states, kOne, kNone, kNone, false, RowRule::none, {}, check_hidden_states, each_value<0>)
 // Samples a token for each item that generates, and computes log probabilities of prompt tokens for the others.

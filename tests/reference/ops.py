@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import erf
+
 import numpy as np
 
 from reference import recurrent
@@ -26,6 +28,10 @@ def softmax(x):
 
 def gelu_tanh(x):
     return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu(x):
+    return 0.5 * x * (1.0 + np.vectorize(erf)(x / np.sqrt(2.0)))
 
 
 # -- layers with a state -----------------------------------------------------------------------------------------------
@@ -228,6 +234,27 @@ def spread_columns(rank, op, x, w):
 
 
 @op
+def position_embedding(rank, op, x, w):
+    attrs, width = op["attributes"], x[0].shape[1]
+    out = x[0] + w[0].reshape(-1, width)[[row.position + attrs["offset"] for row in rank.batch.rows]]
+    if len(w) > 1:
+        before = [rank.slots[row.slot].history[:row.position] for row in rank.batch.rows]
+        out = out + w[1].reshape(2, width)[[int(attrs["separator"] in ids) for ids in before]]
+    return out
+
+
+@op
+def pool_rows(rank, op, x, w):
+    pooling, out = op["attributes"]["pooling"], []
+    for item in rank.batch.items:
+        if item.outputs:
+            first = rank.batch.outputs[item.output] - item.rows + 1
+            rows = x[0][first:first + item.rows]
+            out.append({"cls": rows[0], "mean": rows.mean(0), "last": rows[-1]}[pooling])
+    return np.array(out).reshape(-1, x[0].shape[1])
+
+
+@op
 def select_rows(rank, op, x, w):
     return x[0][rank.batch.outputs]
 
@@ -288,6 +315,19 @@ def gelu_tanh_mul(rank, op, x, w):
 
 
 @op
+def gelu_mul(rank, op, x, w):
+    gate, up = np.split(x[0], 2, axis=1)
+    return gelu(gate) * up
+
+
+@op
+def activate(rank, op, x, w):
+    functions = {"gelu": gelu, "gelu_tanh": gelu_tanh, "silu": lambda v: v * sigmoid(v), "tanh": np.tanh,
+                 "relu": lambda v: np.maximum(v, 0.0)}
+    return functions[op["attributes"]["function"]](x[0])
+
+
+@op
 def clamped_silu_mul(rank, op, x, w):
     gate, up = np.split(x[0], 2, axis=1)
     alpha, limit = op["attributes"]["alpha"], op["attributes"]["limit"]
@@ -312,7 +352,11 @@ def span_attention(rank, op, x, w):
     out = np.empty_like(q)
     for i, row in enumerate(rank.batch.rows):
         first = max(0, row.position + 1 - attrs["window"]) if attrs["window"] else 0
-        seen, table = np.arange(first, row.position + 1), rank.slots[row.slot].spans[attrs["cache_group"]]
+        end = row.position + 1
+        if attrs["bidirectional"]:
+            end = len(rank.slots[row.slot].history)
+            end = min(end, row.position + attrs["window"]) if attrs["window"] else end
+        seen, table = np.arange(first, end), rank.slots[row.slot].spans[attrs["cache_group"]]
         keys, values = cache[[table[p // size] for p in seen], seen % size].transpose(1, 0, 2, 3)
         query = q[i]
         if attrs["logn"] and row.position + 1 > attrs["logn"]:

@@ -62,6 +62,7 @@ MODELS = {
                lambda e: digest._run(e, (3, 63, 130), groups=2)),
     "indexer": (lambda empty: digest._latent("float32", 0, "float32", empty=empty, selected=40),
                 lambda e: digest._run(e, (3, 63, 130), groups=2)),
+    "encoder": (lambda empty: digest._encoder("float32", 0, empty=empty), digest._run_encoder),
     **{f"variant {long}": (lambda empty, long=long: digest._variant("float32", 0, empty, long), digest._run_variant)
        for long in (False, True)},
 }
@@ -165,7 +166,7 @@ def test_another_process_finds_the_same():
 def test_the_digest_covers_each_of_its_cases(monkeypatch):
     before = digest.results_digest()
     for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests",
-                 "recurrent_digests", "latent_digests"):
+                 "recurrent_digests", "latent_digests", "encoder_digests"):
         cases = getattr(digest, name)()
         assert len(set(cases.values())) == len(cases) and np.all([len(found) == 16 for found in cases.values()])
         for case, found in cases.items():

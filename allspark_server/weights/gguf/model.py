@@ -178,7 +178,7 @@ class _Metadata(Fields):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {ROPE_FACTORS!r} in {tensor.file} has type "
                                 f"{tensor.type.name} and shape {list(tensor.shape)}: expected F32, a factor of at "
                                 f"least 1 for each of {config.head_dim // 2} frequencies")
-        factor = float(factors.max())
+        factor = float(np.max(factors))
         scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                    "original_max_position_embeddings": 8192}
         values = {"rope_theta": config.rope.theta, "rope_scaling": scaling}

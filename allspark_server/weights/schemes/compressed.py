@@ -211,8 +211,9 @@ class CompressedTensors:
         found = need(self.source, name, ("I8", "I32"), (n, groups), (n,), (1,), (-(-n // per_word), groups))
         if found.dtype == "I8":
             signed = found.values.reshape(len(found.values), -1).astype(np.int16)
-            if group.bits == 4 and (signed.min() < -8 or signed.max() > 7):
-                wrong(found, f"holds {signed.min()} to {signed.max()}: expected -8 to 7")
+            least, most = int(np.min(signed)), int(np.max(signed))
+            if group.bits == 4 and (least < -8 or most > 7):
+                wrong(found, f"holds {least} to {most}: expected -8 to 7")
             return np.broadcast_to(signed + (1 << group.bits - 1), (n, groups)).astype(np.uint8)
         words = np.ascontiguousarray(found.values.T).view(np.uint8)
         return np.ascontiguousarray(unpack_quants(words, group.bits, n).T)

@@ -35,6 +35,25 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
   for (; i < n; i++) y[i] = x[i] * inverse * w[i];
 }
 
+// y = (x - mean) / sqrt(variance + eps) * w + bias (Ba et al., 2016), in place. The lanes' sums are added as those of
+// square_sum.
+void layer_norm(float* x, const float* w, const float* bias, int n, float eps) {
+  vf a = vzero(), b = vzero();
+  int i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) a = vadd(a, vload(x + i)), b = vadd(b, vload(x + i + W));
+  for (; i + W <= n; i += W) a = vadd(a, vload(x + i));
+  float sum = vsum(vadd(a, b));
+  for (; i < n; i++) sum += x[i];
+  const float mean = sum / (float)n;
+  const vf vm = vset(mean);
+  for (i = 0; i + W <= n; i += W) vstore(x + i, vsub(vload(x + i), vm));
+  for (; i < n; i++) x[i] -= mean;
+  const float inverse = 1.0f / std::sqrt(square_sum(x, n) / (float)n + eps);
+  const vf vi = vset(inverse);
+  for (i = 0; i + W <= n; i += W) vstore(x + i, vfma(vmul(vload(x + i), vi), vload(w + i), vload(bias + i)));
+  for (; i < n; i++) x[i] = std::fma(x[i] * inverse, w[i], bias[i]);
+}
+
 namespace {
 
 template <typename Product>
@@ -59,10 +78,45 @@ void gelu_tanh_mul(const float* gate, const float* up, float* y, int n) {
   gated([](vf g, vf u) __attribute__((always_inline)) { return vgelu_tanh_mul(g, u); }, gate, up, y, n);
 }
 
+void gelu_mul(const float* gate, const float* up, float* y, int n) {
+  gated([](vf g, vf u) __attribute__((always_inline)) { return vmul(vgelu(g), u); }, gate, up, y, n);
+}
+
 void clamped_silu_mul(const float* gate, const float* up, float* y, int n, float alpha, float limit) {
   gated([alpha, limit](vf g, vf u)
             __attribute__((always_inline)) { return vclamped_silu_mul(g, u, vset(alpha), vset(limit)); },
         gate, up, y, n);
+}
+
+namespace {
+
+template <typename Function>
+AS_INLINE void each(const Function& function, float* x, size_t n) {
+  size_t i = 0;
+  for (; i + W <= n; i += W) vstore(x + i, function(vload(x + i)));
+  if (i < n) {
+    float rest[W] = {};
+    for (size_t j = i; j < n; j++) rest[j - i] = x[j];
+    vstore(rest, function(vload(rest)));
+    for (size_t j = i; j < n; j++) x[j] = rest[j - i];
+  }
+}
+
+}  // namespace
+
+void activate(Activation function, float* x, size_t n) {
+  switch (function) {
+    case Activation::gelu:
+      return each([](vf v) __attribute__((always_inline)) { return vgelu(v); }, x, n);
+    case Activation::gelu_tanh:
+      return each([](vf v) __attribute__((always_inline)) { return vgelu_tanh_mul(v, vset(1.0f)); }, x, n);
+    case Activation::silu:
+      return each([](vf v) __attribute__((always_inline)) { return vsilu_mul(v, vset(1.0f)); }, x, n);
+    case Activation::tanh:
+      return each([](vf v) __attribute__((always_inline)) { return vtanh(v); }, x, n);
+    case Activation::relu:
+      return each([](vf v) __attribute__((always_inline)) { return vmax(vzero(), v); }, x, n);  // NaN stays
+  }
 }
 
 void sigmoid_mul(const float* gate, const float* x, float* y, int n) {
@@ -84,15 +138,9 @@ void scale(float* x, float factor, size_t n) {
 
 // x = cap * tanh(factor * x / cap)
 void soft_cap(float* x, float factor, float cap, size_t n) {
-  const vf slope = vset(factor / cap), most = vset(cap);
-  size_t i = 0;
-  for (; i + W <= n; i += W) vstore(x + i, vmul(most, vtanh(vmul(vload(x + i), slope))));
-  if (i < n) {
-    float rest[W] = {};
-    for (size_t j = i; j < n; j++) rest[j - i] = x[j];
-    vstore(rest, vmul(most, vtanh(vmul(vload(rest), slope))));
-    for (size_t j = i; j < n; j++) x[j] = rest[j - i];
-  }
+  const float slope = factor / cap;
+  each([slope, cap](vf v) __attribute__((always_inline)) { return vmul(vset(cap), vtanh(vmul(v, vset(slope)))); }, x,
+       n);
 }
 
 void add(float* x, const float* y, size_t n) {

@@ -54,6 +54,8 @@ struct SourceRows {
 
 struct LogitKernels;
 
+enum class Activation { gelu, gelu_tanh, silu, tanh, relu };
+
 struct Kernels {
   const char* name;
   Rules rules;
@@ -72,9 +74,12 @@ struct Kernels {
   void (*read_row)(const Packed& w, int64_t row, float* y);  // y [k]: one row, dequantized
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
   float (*square_sum)(const float* x, int n);
+  void (*layer_norm)(float* x, const float* w, const float* bias, int n, float eps);
   void (*multiply)(float* x, const float* w, float factor, size_t n);  // x *= factor * w
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
   void (*gelu_tanh_mul)(const float* gate, const float* up, float* y, int n);
+  void (*gelu_mul)(const float* gate, const float* up, float* y, int n);
+  void (*activate)(Activation function, float* x, size_t n);
   void (*clamped_silu_mul)(const float* gate, const float* up, float* y, int n, float alpha, float limit);
   void (*sigmoid_mul)(const float* gate, const float* x, float* y, int n);  // y = x * sigmoid(gate)
   void (*scale)(float* x, float factor, size_t n);

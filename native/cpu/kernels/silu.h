@@ -1,5 +1,5 @@
-// silu(gate) * up, gelu(gate) * up and gpt-oss' product, for a vector. All callers use the same instructions, so fused
-// and separate results have the same bits.
+// silu(gate) * up, gelu(gate) * up, gpt-oss' product and gelu, for a vector. All callers use the same instructions, so
+// fused and separate results have the same bits.
 #pragma once
 #include "cpu/kernels/format.h"
 #include "cpu/simd.h"
@@ -44,6 +44,25 @@ AS_INLINE vf vgelu_tanh_mul(vf gate, vf up) {
   const vf square = vmul(gate, gate);
   const vf slope = vfma(square, vset(0.0713548162726f), vset(1.5957691216057308f));
   return vgate_mul(gate, vmul(gate, slope), up);
+}
+
+// x / 2 * (1 + erf(x / sqrt(2))), as max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2)). erfc by Abramowitz and Stegun, Handbook
+// of Mathematical Functions, 7.1.26: within 1.5e-7.
+AS_INLINE vf vgelu(vf x) {
+  const vf size = vmin(vset(14.0f), vmax(vsub(vzero(), x), x));  // this order propagates NaN; beyond 14 erfc is 0
+  const vf z = vmul(size, vset(0.70710678118654752f)), d = vfma(z, vset(0.3275911f), vset(1.0f));
+#if defined(AS_ISA_AVX512)
+  const vf t = vdivide(vset(1.0f), d);
+#else
+  const vf t = vdiv(vset(1.0f), d);
+#endif
+  vf p = vset(1.061405429f);
+  p = vfma(p, t, vset(-1.453152027f));
+  p = vfma(p, t, vset(1.421413741f));
+  p = vfma(p, t, vset(-0.284496736f));
+  p = vfma(p, t, vset(0.254829592f));
+  const vf rest = vmul(vmul(p, t), vexp(vmul(z, vsub(vzero(), z))));
+  return vsub(vmax(vzero(), x), vmul(vmul(size, vset(0.5f)), rest));
 }
 
 // gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit.

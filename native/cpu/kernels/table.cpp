@@ -30,9 +30,12 @@ const Kernels& kernels() {
     k.read_row = read_row;
     k.rms_norm = rms_norm;
     k.square_sum = square_sum;
+    k.layer_norm = layer_norm;
     k.multiply = multiply;
     k.silu_mul = silu_mul;
     k.gelu_tanh_mul = gelu_tanh_mul;
+    k.gelu_mul = gelu_mul;
+    k.activate = activate;
     k.clamped_silu_mul = clamped_silu_mul;
     k.sigmoid_mul = sigmoid_mul;
     k.scale = scale;

@@ -67,15 +67,16 @@ void AttentionWork::make_tiles(const Batch& batch) {
       for (int h = head0; h < head1; h += kTileRows) {
         const int heads = std::min(kTileRows, head1 - h), step = std::max(1, kTileRows / heads);
         for (int i = 0; i < whole; i += step) {
-          const int positions = std::min(step, whole - i), context = item.start + i + positions;
-          tiles.push_back({item.slot, item.row + i, item.start + i, positions, kv, h, h + heads,
-                           shape.first_seen(item.start + i) / kBlockTokens, context_blocks(context)});
+          const int positions = std::min(step, whole - i), first = item.start + i, end = item.start + item.count,
+                    context = shape.end_seen(first + positions - 1, end);
+          tiles.push_back({item.slot, item.row + i, first, positions, kv, h, h + heads,
+                           shape.first_seen(first) / kBlockTokens, end, context, context_blocks(context)});
         }
       }
       for (int i = whole; i < item.count; i++)
         for (int h = head0; h < head1; h += kTileRows)
           tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0,
-                           context_blocks(shape.selected), shape.selected});
+                           item.start + item.count, shape.selected, context_blocks(shape.selected), shape.selected});
     }
   }
 }

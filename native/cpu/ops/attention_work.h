@@ -29,23 +29,30 @@ constexpr int kRunBlocks = 8;
 // The heads of one rank in a layer. Query head h (counted over all ranks) uses KV head h / group.
 struct AttentionShape {
   int q_heads = 0, kv_heads = 0, head_dim = 0, q_head_begin = 0, group = 1, kv_begin = 0;
-  int window = 0;    // how many positions a row sees; 0: all
-  int rope_dim = 0;  // of a latent cache: features of keys after the head_dim that are values, too
-  int selected = 0;  // how many positions an indexer selects for a row that sees more; 0: there is none
+  int window = 0;              // how many positions a row sees up to its own; 0: all
+  bool bidirectional = false;  // a row sees as many after its own
+  int rope_dim = 0;            // of a latent cache: features of keys after the head_dim that are values, too
+  int selected = 0;            // how many positions an indexer selects for a row that sees more; 0: there is none
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
-           group == o.group && kv_begin == o.kv_begin && window == o.window && rope_dim == o.rope_dim &&
-           selected == o.selected;
+           group == o.group && kv_begin == o.kv_begin && window == o.window && bidirectional == o.bidirectional &&
+           rope_dim == o.rope_dim && selected == o.selected;
   }
   // The first position that a row at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
+  // Where the positions end that a row at `position` sees, of a sequence with `end` positions.
+  int end_seen(int position, int end) const {
+    if (!bidirectional) return position + 1;
+    return window ? std::min(end, position + window) : end;
+  }
 };
 
 // Query rows of one sequence that share a KV head: positions [position, position + positions), local query heads
-// [head0, head1). They see some of the context's blocks [first, blocks). A row for which an indexer selects positions
-// has tiles of its own, whose context are those positions.
+// [head0, head1). They see some of the blocks [first, blocks) of the context, which ends at position `context`, in a
+// sequence with `end` positions. A row for which an indexer selects positions has tiles of its own, whose context are
+// those positions.
 struct Tile {
-  int slot, row, position, positions, kv_head, head0, head1, first, blocks;
+  int slot, row, position, positions, kv_head, head0, head1, first, end, context, blocks;
   int selected = 0;  // how many positions are selected
   int pair = 0;      // if pairs are divided: its first pair
   int partial = -1;  // if several threads share it: the partial result of its first run
@@ -55,7 +62,6 @@ struct Tile {
   int rows() const { return positions * heads(); }
   int first_run() const { return first / kRunBlocks; }
   bool begins_run(int block) const { return block % kRunBlocks == 0 || block == first; }
-  int context() const { return selected ? selected : position + positions; }
 };
 
 // What is kept of a tile's block for merging when threads share the tile.

@@ -1,4 +1,6 @@
-// scale, soft_cap, relu_square: in place, value by value.
+// scale, soft_cap, activate, relu_square: in place, value by value.
+#include <cstring>
+
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -25,6 +27,31 @@ class ByValue : public BoundOp {
   const Tensor x_;
 };
 
+Activation activation_of(const OpNode& op) {
+  const char* name = op.choice("function");
+  for (auto [known, function] : {std::pair{"gelu", Activation::gelu},
+                                 {"gelu_tanh", Activation::gelu_tanh},
+                                 {"silu", Activation::silu},
+                                 {"tanh", Activation::tanh}})
+    if (!std::strcmp(name, known)) return function;
+  return Activation::relu;
+}
+
+class Activate : public BoundOp {
+ public:
+  explicit Activate(const Binding& b) : core_(b.core), function_(activation_of(b.parts[0].op)), x_(b.parts[0].in()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [begin, end] = part((int64_t)x_.rows(batch) * x_.width, thread, core_.pool.size());
+    core_.k.activate(function_, x_.data + begin, end - begin);
+  }
+
+ private:
+  const Core& core_;
+  const Activation function_;
+  const Tensor x_;
+};
+
 class ReluSquare : public BoundOp {
  public:
   explicit ReluSquare(const Binding& b) : core_(b.core), x_(b.parts[0].in()) {}
@@ -44,6 +71,7 @@ class ReluSquare : public BoundOp {
 
 }  // namespace
 
+const RegisterCpuOp kActivate({{Op::activate}}, bind_op<Activate>);
 const RegisterCpuOp kReluSquare({{Op::relu_square}}, bind_op<ReluSquare>);
 const RegisterCpuOp kByValue({{Op::scale}, {Op::soft_cap}}, bind_op<ByValue>);
 

@@ -1,4 +1,4 @@
-// silu_mul, gelu_tanh_mul, clamped_silu_mul: activation(gate) * up, of rows [gate | up].
+// silu_mul, gelu_tanh_mul, gelu_mul, clamped_silu_mul: activation(gate) * up, of rows [gate | up].
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -8,7 +8,9 @@ class GatedMul : public BoundOp {
  public:
   explicit GatedMul(const Binding& b)
       : core_(b.core),
-        multiply_(b.parts[0].is(Op::silu_mul) ? b.core.k.silu_mul : b.core.k.gelu_tanh_mul),
+        multiply_(b.parts[0].is(Op::silu_mul)        ? b.core.k.silu_mul
+                  : b.parts[0].is(Op::gelu_tanh_mul) ? b.core.k.gelu_tanh_mul
+                                                     : b.core.k.gelu_mul),
         in_(b.parts[0].in()),
         out_(b.parts[0].out()) {
     const OpNode& op = b.parts[0].op;
@@ -38,6 +40,7 @@ class GatedMul : public BoundOp {
 
 }  // namespace
 
-const RegisterCpuOp kGatedMul({{Op::clamped_silu_mul}, {Op::gelu_tanh_mul}, {Op::silu_mul}}, bind_op<GatedMul>);
+const RegisterCpuOp kGatedMul({{Op::clamped_silu_mul}, {Op::gelu_mul}, {Op::gelu_tanh_mul}, {Op::silu_mul}},
+                              bind_op<GatedMul>);
 
 }  // namespace as

@@ -206,7 +206,8 @@ AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* h
         if (a.q[r] != room) std::copy_n(a.q[r], shape_.head_dim, room), a.q[r] = room;
         core_.k.scale(room, (float)(exact::log(position + 1) / exact::log(logn_)), shape_.head_dim);
       }
-      a.context[r] = tile.selected ? tile.selected : position + 1, a.first[r] = shape_.first_seen(position);
+      a.context[r] = tile.selected ? tile.selected : shape_.end_seen(position, tile.end);
+      a.first[r] = shape_.first_seen(position);
       if (slopes_) a.slopes[r] = slopes_[tile.head0 + h];
     }
   }
@@ -220,7 +221,7 @@ AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* h
 int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const {
   const std::vector<int32_t>& slot_spans = batch.slot(tile.slot).spans[cache_group_];
   const int span_size = cache_.layout.span_size, first = block * (kBlockTokens / span_size),
-            tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
+            tokens = std::min(kBlockTokens, tile.context - block * kBlockTokens);
   const int count = (tokens + span_size - 1) / span_size;
   const int seen = shape_.first_seen(tile.position) / span_size;
   for (int i = 0; i < count; i++) spans[i] = cache_.span(slot_spans[std::max(first + i, seen)], tile.kv_head);
@@ -241,7 +242,7 @@ SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile
     for (; i < count; i++) found.next[i] = found.block[i];
   }
   if (!shape_.rope_dim) return found;
-  const int tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
+  const int tokens = std::min(kBlockTokens, tile.context - block * kBlockTokens);
   core_.k.pack_latent(layout_, found.block, found.next, span_size, tokens, s.packed);
   found.packed = s.packed;
   return found;
@@ -252,7 +253,7 @@ void SpanAttention::gather(const Batch& batch, const Tile& tile, int block, char
   const std::vector<int32_t>& spans = batch.slot(tile.slot).spans[cache_group_];
   const SpanLayout& stored = cache_.layout;
   const float* positions = selected_.row(tile.row) + block * kBlockTokens;
-  const int tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
+  const int tokens = std::min(kBlockTokens, tile.context - block * kBlockTokens);
   for (int i = 0; i < tokens; i++, rows += stored.row_bytes) {
     const int position = (int)positions[i];
     const char* span = cache_.span(spans[position / stored.span_size], 0);
@@ -264,7 +265,7 @@ void SpanAttention::gather(const Batch& batch, const Tile& tile, int block, char
 void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
                                float* partial) const {
   a.begin = block * kBlockTokens;
-  a.tokens = std::min(kBlockTokens, tile.context() - a.begin);
+  a.tokens = std::min(kBlockTokens, tile.context - a.begin);
   a.spans = spans.block, a.next = spans.next, a.cold = cold;
   if (spans.packed) a.spans = a.next = &spans.packed, a.cold = false;  // packing has prefetched the next block
   a.maximum = partial, a.sum = partial + kTileRows, a.out = partial + 2 * kTileRows;
@@ -274,8 +275,10 @@ void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, co
 void SpanAttention::merge_blocks(const Tile& tile, int begin, int end, int row0, int row1, const float* partial,
                                  float* result) const {
   const int padded = layout_.padded_dim;
-  // Rows before row0 end before these blocks. The windows of rows from row1 on begin after them.
-  row0 = std::max(row0, (begin * kBlockTokens - tile.position) * tile.heads());
+  // What rows before row0 see ends before these blocks. The windows of rows from row1 on begin after them.
+  const int seen_after = shape_.end_seen(tile.position, tile.end) - tile.position;  // by the tile's first row
+  if (!shape_.bidirectional || shape_.window)
+    row0 = std::max(row0, (begin * kBlockTokens - tile.position - seen_after + 1) * tile.heads());
   if (shape_.window)
     row1 = std::min((int64_t)row1, (end * (int64_t)kBlockTokens + shape_.window - 1 - tile.position) * tile.heads());
   if (row0 >= row1) return;
@@ -439,7 +442,7 @@ AttentionShape shape_of(const OpNode& op) {
   AttentionShape s;
   s.q_heads = op.integer("q_heads"), s.kv_heads = op.integer("kv_heads"), s.head_dim = op.integer("head_dim");
   s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = op.integer("kv_begin");
-  s.window = op.integer("window");
+  s.window = op.integer("window"), s.bidirectional = op.flag("bidirectional");
   return s;
 }
 
