@@ -88,6 +88,9 @@ class AsyncClientEngine:
     unload_lora = _in_thread(ClientEngine.unload_lora)
     unload_device_mem = _in_thread(ClientEngine.unload_device_mem)
     load_device_mem = _in_thread(ClientEngine.load_device_mem)
+    embed = _in_thread(ClientEngine.embed)
+    rerank = _in_thread(ClientEngine.rerank)
+    classify = _in_thread(ClientEngine.classify)
     reset_prefix_cache = _in_thread(ClientEngine.reset_prefix_cache)
 
     # --- requests ------------------------------------------------------------------------------------------------

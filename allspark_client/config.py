@@ -256,8 +256,9 @@ class GenerateConfig(Checked):
     top_logprobs: int = int_field(0, 0, 20)
     #: log probabilities of the prompt's tokens but the first, and of this many most likely tokens at each; None: none
     prompt_logprobs: int | None = int_field(None, 0, 20)
-    #: "last" or "mean": the result is an embedding instead of tokens, namely the model's last hidden state of the
-    #: prompt's last token, or the mean over all tokens. None: tokens are generated
+    #: the result is an embedding (of classifiers: a logit for each label) instead of tokens, namely the model's last
+    #: hidden state of the prompt's last token ("last") or first one ("cls"), or the mean over all tokens ("mean");
+    #: "auto": as the checkpoint says. None: tokens are generated
     pooling: str | None = custom_field(check_pooling)
     #: the LoRA adapter that the request uses; empty: none
     lora_name: str = str_field("")

@@ -191,6 +191,8 @@ def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
         message.input_ids.ids.extend(spec.input_ids)
     elif spec.text is not None:
         message.text = spec.text
+        if spec.text_pair is not None:
+            message.text_pair = spec.text_pair
     else:
         message.chat.messages.extend(_chat_message_to_pb(m) for m in spec.messages or ())
     if spec.chat is not None:
@@ -247,6 +249,7 @@ def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
         spec.text, spec.want_text = message.text, True
         if not spec.text:
             raise ValueError("text is empty; a prompt needs at least one token")
+        spec.text_pair = message.text_pair if message.HasField("text_pair") else None
     elif kind == "chat":
         spec.messages = check_messages([
             _from_json(f"messages[{i}]", m.json) if m.json else {"role": m.role, "content": m.content}
@@ -357,6 +360,7 @@ def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
     values = {f.name: getattr(message, f.name) for f in fields(ModelInfo) if f.name != "tokenizer_dir"}
     values["eos_token_ids"] = list(message.eos_token_ids)
     values["cache_windows"] = list(message.cache_windows)
+    values["prompts"], values["labels"] = dict(message.prompts), list(message.labels)
     values["sampling_defaults"] = {f.name: value for f, value in message.sampling_defaults.ListFields()}
     return ModelInfo(**values)
 

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+
+from . import texts as texts_
 from .chat import ChatOptions, check_messages
 from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .errors import AsStatus, nearest_name
@@ -107,7 +110,7 @@ class AbstractEngine(ABC):
 
                 - {"input_ids": X}: token ids of shape [n] or [1, n] as a DLPack capsule, an object with __dlpack__, a
                   NumPy array of integers or a list of ints,
-                - {"text": str}, which the engine tokenizes,
+                - {"text": str}, which the engine tokenizes; with "text_pair", a second text that models compare with it,
                 - {"messages": [{"role": …, "content": …}, …]}: a chat in OpenAI's form, with content parts and tool
                   calls, which the checkpoint's chat template renders. The dict may also have the fields of ChatOptions:
                   "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template" and
@@ -191,6 +194,50 @@ class AbstractEngine(ABC):
     def get_request_status(self, model_name: str, result_queue: ResultQueue) -> GenerateRequestStatus:
         """As result_queue.GenerateStatus()."""
         return _queue(result_queue).GenerateStatus()
+
+    # --- texts -----------------------------------------------------------------------------------------------------
+
+    def embed(self, model_name: str, texts: str | Sequence[Any], *, prompt_name: str | None = None,
+              prompt: str | None = None, pooling: str = "auto", normalize: bool = True, dimensions: int | None = None,
+              truncate: bool = False) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Embeddings of texts: float32 [texts, values].
+
+        Args:
+            model_name: a running model, an embedder or one that generates.
+            texts: a text, or a list of texts and lists of token ids.
+            prompt_name: the checkpoint's prompt to put before each text (ModelInfo.prompts), such as "query"; None: its
+                default one, if it has one; "": none.
+            prompt: this text in place of a named prompt.
+            pooling: as GenerateConfig.pooling; "auto": as the checkpoint says.
+            normalize: scale each embedding to length 1.
+            dimensions: keep so many values of each, for models that were trained for it (Matryoshka).
+            truncate: cut texts that are too long, at their ends; otherwise they are refused.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong.
+            AllSparkError: as start_request; ALLSPARK_INVALID_CALL_ERROR for a classifier.
+        """
+        return texts_.embed(self, model_name, texts, prompt_name=prompt_name, prompt=prompt, pooling=pooling,
+                            normalize=normalize, dimensions=dimensions, truncate=truncate)
+
+    def rerank(self, model_name: str, query: str, documents: Sequence[str], *,
+               truncate: bool = True) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """How well each document answers a query: float32 [documents], in their order; more is better.
+
+        A reranker (a classifier with one label) compares the two texts. Of an embedder, it is the cosine of the
+        embeddings, with the checkpoint's prompts of queries and documents. truncate: cut documents that are too long.
+        Raises as embed; AllSparkError for a classifier with several labels.
+        """
+        return texts_.rerank(self, model_name, query, documents, truncate=truncate)
+
+    def classify(self, model_name: str, texts: str | Sequence[Any], *,
+                 truncate: bool = False) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Scores of a classifier's labels (ModelInfo.labels): float32 [texts, labels].
+
+        texts: a text, or a list of texts, pairs of texts (tuples) and lists of token ids. Raises as embed;
+        AllSparkError for a model that is no classifier.
+        """
+        return texts_.classify(self, model_name, texts, truncate=truncate)
 
     # --- information ---------------------------------------------------------------------------------------------
 
@@ -356,7 +403,7 @@ def _prompt(model_name: str, inputs: Any) -> RequestSpec:
     spec = RequestSpec(model=model_name)
     if not isinstance(inputs, dict):
         raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
-    known = (*_INPUTS, *(_CHAT if "messages" in inputs else ()))
+    known = (*_INPUTS, *(_CHAT if "messages" in inputs else ()), *(("text_pair",) if "text" in inputs else ()))
     for key in inputs:
         if key not in known:
             raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(known)}{nearest_name(key, known)}")
@@ -367,6 +414,8 @@ def _prompt(model_name: str, inputs: Any) -> RequestSpec:
         spec.input_ids = as_token_ids(inputs["input_ids"])
     elif "text" in inputs:
         spec.text, spec.want_text = _text(inputs["text"]), True
+        if (pair := inputs.get("text_pair")) is not None:
+            spec.text_pair = _text(pair, "text_pair") if pair != "" else ""
     else:
         spec.messages, spec.want_text = check_messages(inputs["messages"]), True
         options = {key: inputs[key] for key in _CHAT if inputs.get(key) is not None}
@@ -381,9 +430,9 @@ def _queue(queue: Any) -> ResultQueue:
     return queue
 
 
-def _text(text: Any) -> str:
+def _text(text: Any, name: str = "text") -> str:
     if not isinstance(text, str):
-        raise TypeError(f"text must be a str, not {type(text).__name__}")
+        raise TypeError(f"{name} must be a str, not {type(text).__name__}")
     if not text:
-        raise ValueError("text is empty; a prompt needs at least one token")
-    return valid_unicode("text", text)
+        raise ValueError(f"{name} is empty; a prompt needs at least one token")
+    return valid_unicode(name, text)

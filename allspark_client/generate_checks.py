@@ -151,7 +151,7 @@ def check_logit_bias(name: str, value: Any) -> dict[int, float]:
     return biases
 
 
-POOLINGS = ("last", "mean")
+POOLINGS = ("auto", "cls", "last", "mean")
 
 
 def check_pooling(name: str, value: Any) -> str:

@@ -52,6 +52,8 @@ class RequestSpec:
     model: str
     input_ids: list[int] | None = None
     text: str | None = None
+    #: with text: a second text, for models that compare two
+    text_pair: str | None = None
     #: a chat, [{"role": "user", "content": "…"}, …], which the checkpoint's chat template renders
     messages: list[dict[str, Any]] | None = None
     #: options of messages, also once they are tokenized; None: a plain chat, or no chat
@@ -84,7 +86,7 @@ class RequestSpec:
 
     def set_prompt(self, ids: list[int]) -> None:
         """Replace the prompt by its ids. Text that another server renders or tokenizes again may give other ids."""
-        self.input_ids, self.text, self.messages = ids, None, None
+        self.input_ids, self.text, self.text_pair, self.messages = ids, None, None, None
 
     def cut_prompt(self) -> None:
         """Drop what config.truncate_prompt_tokens drops of a prompt of ids."""

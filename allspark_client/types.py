@@ -275,6 +275,16 @@ class ModelInfo:
     host_cache_bytes: int = 0           #: of the host cache, on rank 0
     quantize_head: bool = True          #: whether embedding and head are stored in weight_dtype, too
     embeddings: bool = False            #: whether requests may set pooling
+    generates: bool = True              #: whether it makes tokens; encoders and classifiers do not
+    whole_texts: bool = False           #: an encoder: it computes a text in one step, and caches no prefixes
+    pooling: str = ""                   #: what pooling="auto" means: "cls", "mean" or "last"
+    embedding_size: int = 0             #: values of an embedding; 0 for classifiers
+    #: texts that precede a text that is embedded, by the names that the checkpoint gives them
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str = ""            #: the name of the prompt of texts for which none is named; empty: none
+    labels: list[str] = field(default_factory=list)     #: of a classifier; a reranker has one
+    #: what makes scores of a classifier's logits: "sigmoid", "softmax" or "identity"
+    score_function: str = ""
     max_characters: int = 0             #: longer texts are certainly too long for max_length; 0: not known
     chat_format: str = ""               #: how answers spell tool calls and reasoning, see allspark_server.chat
     #: whether the chat template has tools of a form that is not known, so that calls are perhaps not recognized

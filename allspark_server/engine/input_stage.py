@@ -7,6 +7,7 @@ sequences.
 from __future__ import annotations
 
 import bisect
+import copy
 import math
 import os
 import time
@@ -121,11 +122,16 @@ class InputStage:
             text = render(tokenizer.templates, spec.messages, options)
         max_length = self._info.max_length
         longest = tokenizer.longest_text(max_length)
-        if longest is not None and len(text) > longest:
+        pair, cuts = spec.text_pair, spec.config.pooling is not None and spec.config.truncate_prompt_tokens is not None
+        if longest is not None and cuts:  # the end is cut anyway
+            text, pair = text[:longest], pair and pair[:longest]
+        if longest is not None and max(len(text), len(pair or "")) > longest:
             raise _over_limit(
-                f"the prompt is a text of {len(text)} characters: more than the {longest} that can make "
+                f"the prompt is a text of {max(len(text), len(pair or ''))} characters: more than the {longest} that can make "
                 f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
             )
+        if pair is not None:
+            return tokenizer.encode_pair(text, pair)
         # A chat template writes the special tokens itself.
         return tokenizer.encode(text, add_special_tokens=not (bare or spec.messages is not None))
 
@@ -143,7 +149,7 @@ class InputStage:
         AllSparkError for a request that is refused.
         """
         check_available(spec.config)
-        config = spec.config.with_seed()
+        config = self._with_pooling(spec.config).with_seed()
         info, tokenizer, is_chat = self._info, self.tokenizer, spec.messages is not None
         # The format applies if chat options were given, even if the chat is already tokenized.
         form = None if spec.chat is None else chat_format(spec.chat.chat_format or info.chat_format or "plain")
@@ -152,6 +158,8 @@ class InputStage:
         prompt = list(self.tokenize(spec))
         if not prompt:
             raise ValueError("the prompt is empty; it needs at least one token")
+        if config.pooling is not None and tokenizer is not None and config.truncate_prompt_tokens is not None:
+            prompt = tokenizer.cut(prompt, config.truncate_prompt_tokens)
         spec.set_prompt(prompt)
         spec.cut_prompt()
         prompt = spec.input_ids or []
@@ -215,11 +223,35 @@ class InputStage:
         return PreparedRequest(
             sequences, texts, sum(sequence.size for sequence in sequences),
             top_logprobs=config.top_logprobs if config.logprobs else -1, prompt_logprobs=config.prompt_logprobs or 0,
-            pooling=config.pooling, deadline=time.monotonic() + timeout if timeout else math.inf, deaths=spec.deaths,
+            pooling="last" if info.whole_texts and config.pooling else config.pooling, deadline=time.monotonic() + timeout if timeout else math.inf, deaths=spec.deaths,
             proven=spec.proven,
             name=config.user_request_id or config.uuid or "", model=spec.model, tenant=spec.tenant, adapter=adapter,
             trace=spec.trace
         )
+
+    def _with_pooling(self, config: GenerateConfig) -> GenerateConfig:
+        """The config with the pooling that "auto" stands for. AllSparkError if the model does not have what it asks."""
+        info, wanted = self._info, config.pooling
+        if wanted is None and not info.generates:
+            what = "a classifier" if info.labels else "an embedder"
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                f"model {info.name!r} ({info.architecture}) is {what} and generates no tokens: set pooling, or call "
+                f"{'classify or rerank' if info.labels else 'embed'}",
+            )
+        if wanted is None or not info.pooling:
+            return config
+        fixed = info.whole_texts or not info.generates
+        if wanted not in ("auto", info.pooling) and (fixed or wanted == "cls"):
+            allowed = f"'auto' and {info.pooling!r}" if fixed else "'auto', 'last' and 'mean'"
+            raise AllSparkError(
+                AsStatus.ALLSPARK_PARAM_ERROR,
+                f"pooling={wanted!r} is not available for model {info.name!r} ({info.architecture}): allowed are "
+                f"{allowed}",
+            )
+        config = copy.copy(config)
+        config.pooling = info.pooling if wanted == "auto" else wanted
+        return config
 
     def _check_request(self, spec: RequestSpec, config: GenerateConfig, prompt: list[int]) -> list[list[int]]:
         """Checks the token ids and the resumption; returns the generated ids of each sample."""
@@ -371,7 +403,7 @@ def _prompt_outputs(
                 f"model {info.name!r} was serialized without the op that returns hidden states: pooling="
                 f"{config.pooling!r} needs it; convert its checkpoint again",
             )
-        return PromptOutputs(int(Flag.HIDDEN), config.pooling == "mean")
+        return PromptOutputs(int(Flag.HIDDEN), config.pooling == "mean" and not info.whole_texts)
     if config.prompt_logprobs is None or generated or len(prompt) == 1:
         return None
     pairs = len(prompt) * (1 + config.prompt_logprobs)

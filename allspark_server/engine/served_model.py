@@ -12,6 +12,7 @@ from allspark_client.types import AsEngineStat, GenerateRequestStatus, ModelInfo
 
 from ..cache import HostCache, PrefixCache, SpanKeys, SpanPool
 from ..guided import Guide, MaskWriter, MatcherError
+from ..runtime.device import step_tokens
 from ..runtime.plan import Flag
 from ..runtime.steps import DEPTH
 from ..scheduler import FinishReason, Limits, QuarantineScheduler, Sequence, State, Step, StepResult, TokenBudget
@@ -69,13 +70,15 @@ class ServedModel:
         prefix = None
         keys: SpanKeys | None = None
         self.host_cache: HostCache | None = None
-        if config.enable_prefix_cache:
+        if config.enable_prefix_cache and not info.whole_texts:
             keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
                 self.host_cache = HostCache(
                     info.host_spans, info.span_size, host_spans, bool(config.host_cache_dir))
             prefix = PrefixCache(pool, keys, config.prefix_cache_ttl, host_cache=self.host_cache)
         chunk = min(config.engine_max_prefill_length or info.max_step_tokens, info.max_step_tokens)
+        if info.whole_texts:
+            chunk = info.max_step_tokens
         self._guide = guide if masks is not None else None
         self._masks = MaskWriter(masks, self._fail_constrained) if masks is not None else None
         info.max_characters = (tokenizer and tokenizer.longest_text(info.max_length)) or 0
@@ -87,6 +90,7 @@ class ServedModel:
             windows=tuple(info.cache_windows), state_spans=info.state_spans,
             # a head drafts with one layer and was made for one token: begin with little, it grows by itself
             first_drafts=2 if config.speculation == "mtp" else Limits.first_drafts,
+            whole=step_tokens(config) if info.whole_texts else 0,
         )
         self.scheduler = QuarantineScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
@@ -285,12 +289,12 @@ class ServedModel:
         """The next step, if one can be planned before the results of running steps are known."""
         if self._deadlines:
             self.expire()
-        return self._planned(self.scheduler.plan(self.budget))
+        return self._planned(self.scheduler.plan(None if self.info.whole_texts else self.budget))
 
     @one_thread
     def plan_alone(self, sequence: Sequence) -> Step | None:
         """The next step of a sequence of `next_alone`; None if it has no room yet. No other step may be running."""
-        step = self._planned(self.scheduler.plan_alone(sequence, self.budget))
+        step = self._planned(self.scheduler.plan_alone(sequence, None if self.info.whole_texts else self.budget))
         self._quarantine.forget_done()
         return step
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from allspark_server.models.draft_heads import DraftHead
-from allspark_server.models.fields import Fields
+from allspark_server.models.fields import MAX_SIZE, Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import PLAIN_ROPE_TYPES, ExpertConfig, ModelConfig, RopeConfig
 
@@ -54,6 +54,7 @@ class Architecture:
     more: Callable[[Fields], dict[str, Any]] | None = None        # reads further fields of ModelConfig
     translate: Callable[[Fields], Fields] | None = None           # renames the fields of a config.json of its own kind
     draft_head: DraftHead | None = None   # the draft head that checkpoints may bring
+    unused: tuple[str, ...] = ()          # how the names of tensors begin that its checkpoints have and it does not use
     stored_as: str = ""                   # the view of the checkpoint's tensors that the graph uses (VIEWS in
                                           # weights/checkpoint.py); "": the tensors as they are
 
@@ -76,3 +77,27 @@ def reject_other_values(fields: Fields, served: dict[str, Any]) -> None:
         found = fields.values.get(name, value)
         if found != value and found is not None:
             raise fields.error(name, f"is {found!r}: only {value!r} is served")
+
+
+def label_count(fields: Fields) -> int:
+    """The outputs of a classifier, as transformers counts them."""
+    names = fields.get("id2label", dict)
+    count = len(names) if names else fields.get("num_labels", int, 2)
+    if not 0 < count <= MAX_SIZE:
+        raise fields.error("id2label", f"has {count} labels: expected at least 1")
+    return count
+
+
+def with_classifiers(architectures: dict[str, Architecture], *names: str) -> dict[str, Architecture]:
+    """The architectures, and for each of `names`, such as "Qwen3", the classifier: the last row's hidden state, times
+    the matrix `score` (rerankers and reward models).
+    """
+    found = dict(architectures)
+    for name in names:
+        base = architectures[f"{name}ForCausalLM"]
+
+        def more(fields: Fields, base: Architecture = base) -> dict[str, Any]:
+            return {**(base.more(fields) if base.more else {}), "labels": label_count(fields)}
+
+        found[f"{name}ForSequenceClassification"] = replace(base, served=f"{base.served}, classifiers", more=more)
+    return found

@@ -191,7 +191,7 @@ def _selected(graph: Graph, x: Tensor, source: Tensor, prefix: str, latent: Late
 
     heads, dim, hidden = indexer.heads, indexer.dim, graph.config.hidden_size
     queries = project(source, "wq_b", heads * dim, latent.query_dim, "index_queries")
-    key = graph.op("layer_norm", project(x, "wk", dim, hidden, "index_key"), eps=1e-6,
+    key = graph.op("layer_norm", project(x, "wk", dim, hidden, "index_key"), out="index_key_normed", eps=1e-6,
                    weights=(vector("k_norm.weight"), vector("k_norm.bias")))
     pairs: dict[str, Any] = {"pairs": "interleaved"} if indexer.interleaved else {}
     for rows in (queries, key):
@@ -246,6 +246,34 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
                                      config.attention_bias, "branch")
 
 
+def dense(graph: Graph, x: Tensor, prefix: str, outputs: int, out: str, *, bias: bool = True,
+          activation: str = "") -> Tensor:
+    """A linear layer that every rank computes, and its activation."""
+    inputs = sum(block.width for block in x.blocks)
+    name = f"{prefix}.bias"
+    added = graph.weight(Weight(name, (Part(name, outputs),))) if bias else None
+    y = graph.linear(x, graph.matrix(f"{prefix}.weight", outputs, inputs), added, out=out)
+    return graph.activate(y, activation) if activation else y
+
+
+def classify(graph: Graph, x: Tensor, prefix: str, *, bias: bool = True) -> Graph:
+    """Ends a classifier with the logits of its labels."""
+    graph.hidden_states(dense(graph, x, prefix, graph.config.labels, "scores", bias=bias))
+    return graph
+
+
+def embed(graph: Graph, x: Tensor) -> Graph:
+    """Ends an embedder: pooling, and the dense layers after it."""
+    encoder = graph.config.encoder
+    assert encoder is not None
+    pooled = graph.pool_rows(x, encoder.pooling)
+    for layer in encoder.dense:
+        pooled = dense(graph, pooled, f"{layer.name}.linear", layer.outputs, f"dense.{layer.name}", bias=layer.bias,
+                       activation=layer.activation)
+    graph.hidden_states(pooled)
+    return graph
+
+
 def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str = "lm_head.weight",
            unit_offset: int = 0, embedding: str = EMBEDDING) -> Graph:
     """Final norm, head (the embedding itself when tied) and sampling, for OUTPUT_ROWS.
@@ -255,6 +283,8 @@ def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str =
     config = graph.config
     offset: dict[str, Any] = {"unit_offset": unit_offset} if unit_offset else {}
     normed = graph.rms_norm(graph.select_rows(x), norm, **offset)
+    if config.labels:
+        return classify(graph, normed, "score", bias=False)
     name = embedding if config.tie_word_embeddings else head
     weight = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     graph.hidden_states(normed)

@@ -1,6 +1,6 @@
 """Gemma 2 and 3 (text): norms that multiply by 1 + w before and after attention and MLP, GELU, a scaled embedding, and
 windows on most layers. Gemma 2 caps scores and logits. Gemma 3 norms each query and key head; its layers with a window
-have their own rotary embedding.
+have their own rotary embedding. EmbeddingGemma is a Gemma 3 whose rows attend in both directions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from allspark_client.errors import not_available
-from allspark_server.models.architecture import Architecture
-from allspark_server.models.blocks import LOCAL, begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.architecture import Architecture, translated
+from allspark_server.models.blocks import LOCAL, begin, embed, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph, Tensor
-from allspark_server.models.network import ModelConfig
+from allspark_server.models.network import EncoderConfig, ModelConfig
+from allspark_server.models.sentence_modules import read_modules
 
 
 def gemma(config: ModelConfig) -> Graph:
@@ -38,13 +39,13 @@ def gemma(config: ModelConfig) -> Graph:
         graph.add(x, norm(y, "post_attention_layernorm", "branch_normed"))
         y = gated_mlp(graph, norm(x, "pre_feedforward_layernorm"), f"{prefix}.mlp", gelu=True)
         graph.add(x, norm(y, "post_feedforward_layernorm", "branch_normed"))
-    return finish(graph, x, unit_offset=1)
+    if config.encoder is None:
+        return finish(graph, x, unit_offset=1)
+    return embed(graph, graph.rms_norm(x, "model.norm.weight", unit_offset=1))
 
 
 def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
     """Fields that Gemma 2 and 3 share. caps: defaults for the soft caps of scores and logits."""
-    if fields.get("use_bidirectional_attention", bool, False):
-        raise not_available(f"Attention in both directions (use_bidirectional_attention of {fields.path})")
     scale = np.float32(fields.need_positive("hidden_size") ** 0.5)
     # The network was trained with the scale rounded to the type of the weights.
     dtype = fields.get("dtype", str, fields.get("torch_dtype", str))
@@ -65,14 +66,40 @@ def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, 
             "score_cap": cap("attn_logit_softcapping", caps[0]), "logit_cap": cap("final_logit_softcapping", caps[1])}
 
 
+def _refuse_both_directions(fields: Fields) -> None:
+    if fields.get("use_bidirectional_attention", bool, False):
+        raise not_available(f"Attention in both directions (use_bidirectional_attention of {fields.path}) for models "
+                            "that generate; Gemma3TextModel has it")
+
+
 def _gemma2(fields: Fields) -> dict[str, Any]:
+    _refuse_both_directions(fields)
     return _gemma(fields, (50.0, 30.0))
 
 
 def _gemma3(fields: Fields) -> dict[str, Any]:
+    _refuse_both_directions(fields)
+    return _gemma3_fields(fields)
+
+
+def _gemma3_fields(fields: Fields) -> dict[str, Any]:
     if fields.get("attn_logit_softcapping", float) is not None:  # transformers reads it and ignores it
         raise fields.error("attn_logit_softcapping", f"is {fields.values['attn_logit_softcapping']}: Gemma 3 has none")
     return _gemma(fields)
+
+
+def _embedding_gemma(fields: Fields) -> dict[str, Any]:
+    if not fields.get("use_bidirectional_attention", bool, False):
+        raise fields.error("use_bidirectional_attention", "is false: Gemma3TextModel is served as an embedder, which "
+                                                          "attends in both directions; Gemma3ForCausalLM generates")
+    modules = read_modules(fields.path.parent)
+    return {**_gemma3_fields(fields), "encoder": EncoderConfig(modules.pooling or "mean", modules.dense)}
+
+
+def _halved_window(fields: Fields) -> Fields:
+    """Rows see half of the window before them and half after them: sliding_window // 2 positions on each side."""
+    width = fields.get("sliding_window", int, 4096)
+    return translated(fields, sliding_window=width // 2 + 1)
 
 
 def _translate(fields: Fields) -> Fields:
@@ -94,4 +121,6 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(gemma, "gemma3_text", "Gemma 3 (text)", **_GEMMA3),
     "Gemma3ForConditionalGeneration": Architecture(gemma, "gemma3", "Gemma 3 (text part of the multimodal models)",
                                                    translate=_translate, stored_as="text_part", **_GEMMA3),
+    "Gemma3TextModel": Architecture(gemma, "gemma3_text", "EmbeddingGemma", translate=_halved_window,
+                                    stored_as="prefixed_model", **{**_GEMMA3, "more": _embedding_gemma}),
 }

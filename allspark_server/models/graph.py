@@ -204,10 +204,12 @@ class Graph:
         self.ops: list[Op] = []
         self.quantization: StoredQuantization | None = None
         self.row_sets: dict[str, RowSet] = {}
-        #: groups of full attention come first
-        self.cache_groups, self._places = place_layers(config.windows, config.num_layers,
-                                                       (*config.state_layers, *config.mlp_layers),
-                                                       config.latent is not None)
+        #: groups of full attention come first. Layers of an encoder share one place: no later step reads it
+        self.cache_groups, self._places = [CacheGroup()], [(0, 0)] * config.num_layers
+        if config.encoder is None:
+            self.cache_groups, self._places = place_layers(
+                config.windows, config.num_layers, (*config.state_layers, *config.mlp_layers),
+                config.latent is not None)
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property
@@ -253,6 +255,16 @@ class Graph:
         size = self.config.vocab_size
         unit = 1 if size <= 1024 else 16 if size <= 16384 else 256
         return Split(-(-size // unit), unit)
+
+    @property
+    def whole_texts(self) -> bool:
+        """Whether rows attend to later ones, so that a step has all rows of a text."""
+        return any(op.attrs.get("bidirectional") for op in self.ops)
+
+    @property
+    def generates(self) -> bool:
+        """Whether it samples tokens."""
+        return any(op.type == "sample" for op in self.ops)
 
     def quantized(self, formats: Mapping[str, WeightFormat], how: StoredQuantization) -> Graph:
         """The same model with its weights stored in these formats."""
@@ -404,6 +416,14 @@ class Graph:
         return self.op("rms_norm", x, weights=(weight,), out=f"logit_{out}" if x.logit_rows else out,
                        eps=self.config.rms_norm_eps, **more)
 
+    def layer_norm(self, x: Tensor, prefix: str, out: str, *, bias: bool = True) -> Tensor:
+        """Layer norm of each row with the checkpoint's `prefix`.weight and, if there is a bias, `prefix`.bias."""
+        width = sum(block.width for block in x.blocks)
+        weight = self.weight(Weight(f"{prefix}.weight", (Part(f"{prefix}.weight", width),)))
+        name = f"{prefix}.bias"
+        added = self.weight(Weight(name, (Part(name, width),)) if bias else Weight(name, values=(0.0,) * width))
+        return self.op("layer_norm", x, weights=(weight, added), out=out, eps=self.config.rms_norm_eps)
+
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None, out: str) -> Tensor:
         """`y = x W^T + b` in the buffer `out`, whose blocks are the weight's parts."""
         blocks = tuple(Block(part.rows, part.split) for part in weight.parts)
@@ -490,7 +510,7 @@ class Graph:
 
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
                        window: int = 0, out: str = "attended", **more: Any) -> Tensor:
-        """Stores keys and values in the span cache and attends causally over the sequence's spans.
+        """Stores keys and values in the span cache and attends over the sequence's spans: causally, but for encoders.
 
         sinks, slopes: one value for each query head. window: number of last positions that a row sees, 0 for all.
         """
@@ -502,6 +522,8 @@ class Graph:
             more.setdefault("cache_group", group)
         if window:
             more["window"] = window
+        if self.config.encoder is not None:
+            more["bidirectional"] = 1
         if sinks is not None:
             more["sinks"] = 1
         if slopes is not None:
@@ -524,6 +546,14 @@ class Graph:
     def gelu_tanh_mul(self, gate_up: Tensor, out: str = "activated") -> Tensor:
         """gelu(gate) * up of the packed projection, with the tanh approximation of GELU."""
         return self.op("gelu_tanh_mul", gate_up, out=out, blocks=gate_up.blocks[:1])
+
+    def gelu_mul(self, gate_up: Tensor, out: str = "activated") -> Tensor:
+        """gelu(gate) * up of the packed projection."""
+        return self.op("gelu_mul", gate_up, out=out, blocks=gate_up.blocks[:1])
+
+    def activate(self, x: Tensor, function: str) -> Tensor:
+        """An activation of each value, in place: see the table of ops."""
+        return self.op("activate", x, function=function)
 
     def clamped_silu_mul(self, gate_up: Tensor, alpha: float, limit: float, out: str = "activated") -> Tensor:
         """gpt-oss' clamped product of the packed projection: see the table of ops."""
@@ -670,6 +700,10 @@ class Graph:
         return self.op("concat", x, y, out="both", blocks=x.blocks + y.blocks)
 
     # -- outputs -------------------------------------------------------------------------------------------------------
+    def pool_rows(self, x: Tensor, pooling: str) -> Tensor:
+        """One row for each text: "cls", its first one; "last"; or "mean"."""
+        return self.op("pool_rows", x, out="pooled", pooling=pooling)
+
     def select_rows(self, x: Tensor) -> Tensor:
         """Selects OUTPUT_ROWS."""
         return self.op("select_rows", x, out="selected")

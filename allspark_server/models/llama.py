@@ -4,7 +4,7 @@ have a sliding window on all layers, some or none. In SmolLM3 every fourth layer
 
 from __future__ import annotations
 
-from allspark_server.models.architecture import Architecture
+from allspark_server.models.architecture import Architecture, with_classifiers
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -27,11 +27,11 @@ def llama(config: ModelConfig) -> Graph:
     return finish(graph, x)
 
 
-ARCHITECTURES = {
+ARCHITECTURES = with_classifiers({
     "LlamaForCausalLM": Architecture(llama, "llama", "Llama 2, 3, 3.1, 3.2", kv_heads_required=False,
                                      has_bias_fields=True),
     "MistralForCausalLM": Architecture(llama, "mistral", "Mistral", windows=True, window=4096, layer_types=False),
     "MinistralForCausalLM": Architecture(llama, "ministral", "Ministral", windows=True, window=4096),
     "SmolLM3ForCausalLM": Architecture(llama, "smollm3", "SmolLM3", has_bias_fields=True, windows=True,
                                        nope_layers=True, rope_theta=2e6, tied=True),
-}
+}, "Llama", "Mistral")

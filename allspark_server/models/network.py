@@ -168,6 +168,43 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class DenseLayer:
+    """A linear layer after pooling, as sentence-transformers has it. name: of its folder and tensors. activation: a
+    function of the op `activate`, "" for none.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str = ""
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """An encoder: rows attend in both directions, and a text gives one row.
+
+    pooling: "cls", "mean" or "last". dense: layers after pooling. activation: that of the MLP, for the op `activate`.
+    positions, offset: rows of the table of positions, and the row of the first token; 0 rows: a rotary embedding.
+    segments: rows of the table of segments. separator: the id that ends the first of two segments. head: the
+    classifier, "" for embedders; its values are those of the family's file. head_activation: the classifier's.
+    head_bias, norm_bias: the classifier's dense layer, and layer norms, have biases.
+    """
+
+    pooling: str
+    dense: tuple[DenseLayer, ...] = ()
+    activation: str = "gelu"
+    positions: int = 0
+    offset: int = 0
+    segments: int = 0
+    separator: int = 0
+    head: str = ""
+    head_activation: str = "tanh"
+    head_bias: bool = True
+    norm_bias: bool = True
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The description of a network from which a model file builds the graph.
 
@@ -187,6 +224,8 @@ class ModelConfig:
     mlp_layers: layers that are nothing but an MLP or experts.
     expert_latent: features of the latent vector of a row that routed experts compute; 0 if they compute the row itself.
     latent: sizes of latent attention, which all layers have; None if none has.
+    encoder: what encoders have besides layers; None for models that generate.
+    labels: the outputs of a classifier, 0 for other models.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     """
@@ -228,6 +267,8 @@ class ModelConfig:
     mlp_layers: tuple[int, ...] = _in_graph(())
     expert_latent: int = _in_graph(0)
     latent: LatentConfig | None = _in_graph(None)
+    encoder: EncoderConfig | None = _in_graph(None)
+    labels: int = _in_graph(0)
 
     @property
     def state_layers(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allspark_server.models.architecture import Architecture
+from allspark_server.models.architecture import Architecture, with_classifiers
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -21,4 +21,4 @@ def qwen2(config: ModelConfig) -> Graph:
     return finish(graph, x)
 
 
-ARCHITECTURES = {"Qwen2ForCausalLM": Architecture(qwen2, "qwen2", "Qwen1.5, Qwen2, Qwen2.5")}
+ARCHITECTURES = with_classifiers({"Qwen2ForCausalLM": Architecture(qwen2, "qwen2", "Qwen1.5, Qwen2, Qwen2.5")}, "Qwen2")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allspark_server.models.architecture import Architecture
+from allspark_server.models.architecture import Architecture, with_classifiers
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -25,4 +25,6 @@ def qwen3(config: ModelConfig) -> Graph:
     return finish(graph, x)
 
 
-ARCHITECTURES = {"Qwen3ForCausalLM": Architecture(qwen3, "qwen3", "Qwen3", head_dim=128, has_bias_fields=True)}
+ARCHITECTURES = with_classifiers({
+    "Qwen3ForCausalLM": Architecture(qwen3, "qwen3", "Qwen3", head_dim=128, has_bias_fields=True),
+}, "Qwen3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from allspark_server.models import (
     baichuan,
+    bert,
     chatglm,
     deepseek,
     ernie,
@@ -19,6 +20,7 @@ from allspark_server.models import (
     llama,
     minimax,
     mixtral,
+    modernbert,
     nemotron_h,
     olmo2,
     phi3,
@@ -36,7 +38,7 @@ from allspark_server.models.network import ModelConfig
 
 FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss, phi3, glm,
             glm4_moe, deepseek, minimax, gemma, olmo2, seed_oss, granite, granite_hybrid, ernie, ernie_moe, hunyuan,
-            qwen, chatglm, baichuan)
+            qwen, chatglm, baichuan, bert, modernbert)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

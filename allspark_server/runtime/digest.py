@@ -268,7 +268,9 @@ def _latent(weights: str, group: int, cache: str, empty: Callable = _on_cpu,
         index = [e.add_tensor(width, False) for width in wide]
         for tensor, width in zip(index, wide):
             e.add_op("linear", [x], [tensor], [matrix(width, HIDDEN)], {})
-        e.add_op("layer_norm", [index[2]], [], [vector(HEAD_DIM, 1), vector(HEAD_DIM)], {"eps": 1e-6})
+        normed = e.add_tensor(HEAD_DIM, False)
+        e.add_op("layer_norm", [index[2]], [normed], [vector(HEAD_DIM, 1), vector(HEAD_DIM)], {"eps": 1e-6})
+        index[2] = normed
         seen = [[e.add_tensor(selected, False)] for _ in seen]
         for number, output in enumerate(seen):
             e.add_op("indexer", index, output, [], {"layer": 1, "cache_group": number})
@@ -367,16 +369,16 @@ def _encoder(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
     e = empty()
     matrix, vector = _weights_of(e, weights, group, iter(range(401, 500)))
     columns, positions = (HEADS + 2 * KV_HEADS) * HEAD_DIM, 300
-    x, y, qkv, attended, inner, halves, head, logits = (e.add_tensor(size, rows) for size, rows in (
-        (HIDDEN, False), (HIDDEN, False), (columns, False), (HEADS * HEAD_DIM, False), (INNER, False),
+    x, y, normed, qkv, attended, inner, halves, head, logits = (e.add_tensor(size, rows) for size, rows in (
+        (HIDDEN, False), (HIDDEN, False), (HIDDEN, False), (columns, False), (HEADS * HEAD_DIM, False), (INNER, False),
         (INNER // 2, False), (HIDDEN, True), (HIDDEN, True)))
     e.add_op("embedding", [], [x], [matrix(VOCAB, HIDDEN)], {"vocab_begin": 0})
     e.add_op("position_embedding", [x], [], [vector(positions * HIDDEN)], {"positions": positions, "offset": 2})
     e.add_op("position_embedding", [x], [], [vector(positions * HIDDEN), vector(2 * HIDDEN)],
              {"positions": positions, "separator": 10})
     for number, function in enumerate(("gelu", "gelu_tanh", "silu", "tanh", "relu")):
-        e.add_op("layer_norm", [x], [], [vector(HIDDEN, 1), vector(HIDDEN)], {"eps": 1e-5})
-        e.add_op("linear", [x], [qkv], [matrix(columns, HIDDEN)], {})
+        e.add_op("layer_norm", [x], [normed], [vector(HIDDEN, 1), vector(HIDDEN)], {"eps": 1e-5})
+        e.add_op("linear", [normed], [qkv], [matrix(columns, HIDDEN)], {})
         e.add_op("span_attention", [qkv], [attended], [],
                  {"layer": 0, "q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "group": HEADS // KV_HEADS,
                   "scale": 0.2, "bidirectional": 1, "window": 33 if number % 2 else 0})

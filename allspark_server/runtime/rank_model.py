@@ -13,6 +13,7 @@ from allspark_client.types import AsCacheMode
 from allspark_server.models.adapters import Target, with_adapters
 from allspark_server.models.eagle import with_joined_layers
 from allspark_server.models.graph import Weight
+from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.weights.checkpoint import OpenedModel, open_model
@@ -55,7 +56,7 @@ class RankModel:
             self.graph = self.graph.with_whole_histories()
         #: the layers that adapters may change, by their numbers in the graph's ops
         self.targets: list[Target] = []
-        if adapters:
+        if adapters and not self.graph.whole_texts:
             self.graph, self.targets = with_adapters(self.graph)
         if of is None and config.speculation == "mtp":
             self.graph = self.graph.with_kept_hidden()
@@ -254,15 +255,17 @@ class RankModel:
     # -- warnings --------------------------------------------------------------------------------------------------
     def _warn_about_length(self) -> None:
         net, length = self.graph.config, self.config.engine_max_length
-        if self.rank == 0 and net.rope.type != "dynamic" and length > net.max_position_embeddings:
+        limited = net.rope.type == "dynamic" or self.graph.whole_texts
+        if self.rank == 0 and not limited and length > net.max_position_embeddings:
             logger.warning("engine_max_length=%d exceeds the %d positions for which model %r was made", length,
                            net.max_position_embeddings, self.config.model_name)
 
     def _warn_about_unused(self) -> None:
         """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
         used = {part.tensor for weight in self.graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
+        known = ARCHITECTURES[self.graph.config.architecture].unused
         unused = sorted(n for n in self.opened.source.names()
-                        if n not in used and not n.endswith("rotary_emb.inv_freq"))
+                        if n not in used and not n.endswith("rotary_emb.inv_freq") and not n.startswith(known))
         if head := find_head(self.opened):
             unused = [name for name in unused if not name.startswith(f"{head[1]}.")]
             if self.rank == 0 and self.config.speculation == "off":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import time
@@ -14,6 +15,8 @@ from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import ModelInfo
 from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
+from allspark_server.models.sentence_modules import read_modules
+from allspark_server.models.text_outputs import text_outputs
 from allspark_server.runtime import binding, memory
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.device import device_of, gpu_of, step_tokens
@@ -102,6 +105,8 @@ class ModelRunner:
         whole = config.speculation in ("draft", "mtp", "eagle")
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
                                         whole, adapters=config.lora_max_num > 0)
+        if model.graph.whole_texts or not model.graph.generates:
+            config = self.config = model.config = self._config_of_texts(model)
         models = [model]
         if config.speculation == "draft":
             self._draft = RankModel(config, config.draft_model, "", *device.draft_shard(self.rank, self.world), device,
@@ -205,6 +210,7 @@ class ModelRunner:
             cache_windows=list(self._groups.windows), state_spans=self._state_spans,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
+            **text_outputs(model.graph, model.opened.tokenizer_dir),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
     def warm_up(self, count: int) -> tuple[int, int]:
@@ -354,9 +360,32 @@ class ModelRunner:
         assert self._model is not None
         return self._model
 
+    def _config_of_texts(self, model: RankModel) -> AsModelConfig:
+        """The config of an encoder, whose texts are as long as the network and the checkpoint allow, or of a classifier.
+        AllSparkError for what they do not have.
+        """
+        config, name = copy.copy(self.config), model.graph.config.architecture
+        for field, without in (("speculation", "off"), ("host_cache_memory", 0)):
+            if getattr(config, field) != without:
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"{field}={getattr(config, field)!r} of model {config.model_name!r}: {name} "
+                                    f"generates no tokens, so only {without!r} is possible")
+        if not model.graph.whole_texts:
+            return config
+        most = read_modules(model.opened.tokenizer_dir).max_length or config.engine_max_length
+        config.engine_max_length = min(config.engine_max_length, model.graph.config.max_position_embeddings, most)
+        if 0 < config.max_step_tokens < config.engine_max_length:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"max_step_tokens={config.max_step_tokens} of model {config.model_name!r} is less than "
+                                f"its longest text, {config.engine_max_length} tokens (engine_max_length): {name} "
+                                "computes a text in one step")
+        return config
+
     def _rows_of_step(self) -> int:
         """The most rows of a step; by default room for a prompt chunk and one token of every running request."""
         config = self.config
+        if self._shard.graph.whole_texts:
+            return config.max_step_tokens or max(step_tokens(config), config.engine_max_length)
         if config.max_step_tokens:
             return config.max_step_tokens
         if config.engine_max_prefill_length:
@@ -450,6 +479,9 @@ class ModelRunner:
         # A request's prompt and end leave a checkpoint each of its recurrent state.
         checkpoints = 2 * self._state_spans if config.enable_prefix_cache else 0
         wanted = (one_request + checkpoints) * config.engine_max_batch
+        if self._shard.graph.whole_texts:  # spans are free again after a step
+            in_steps = (DEPTH + 1) * groups.needed(self._rows_of_step()) + config.engine_max_batch
+            wanted = min(wanted, max(in_steps, one_request))
         spans = min(wanted, int(left * self._device.cache_share) // span_bytes)
         if spans < one_request:
             spans = min(one_request, int(left * self._device.largest_cache_share) // span_bytes)

@@ -72,7 +72,9 @@ class Scheduler(Completion):
             budget = int(min(budget, max(rows, 1)))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(builder, prompts, budget // 2, may_admit)
-        if prompts or (self._free_slots and self.queue.waiting):
+        if limits.whole:
+            self._plan_whole(builder)
+        elif prompts or (self._free_slots and self.queue.waiting):
             self._plan_prompts(builder, prompts, budget, may_admit)
         copies, states = self._spans.take_copies(), self._spans.take_states()
         if not builder.rows and copies is None and states is None:
@@ -228,6 +230,19 @@ class Scheduler(Completion):
                 budget -= self._admit_short(builder, len(waiting.tokens) // SHORT_PART, budget, last)
         for sequence in aside:
             self.queue.put_back(sequence)
+
+    def _plan_whole(self, builder: StepBuilder) -> None:
+        """Admits waiting prompts in the order of their tenants' turns, each with all its rows, until the step is full.
+        A prompt that is longer than what is left waits for the next step.
+        """
+        while self._free_slots and self.queue.waiting:
+            waiting = self.queue.first()
+            if builder.rows and builder.rows + len(waiting.tokens) > self.limits.whole:
+                break
+            if self._take_spans(waiting):
+                self._start(builder, waiting, self.limits.max_step_tokens)
+            elif waiting.state is State.WAITING:
+                break
 
     def _share_with_short(self, builder: StepBuilder, prompts: list[Sequence], room: int, may_admit: bool) -> int:
         """Gives up to `room` rows to prompts that are short compared with the first of `prompts`, and removes them from

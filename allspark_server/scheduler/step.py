@@ -22,7 +22,8 @@ class Limits:
     `max_drafts`: drafts of one sequence. `first_drafts`: those of a new one. `masks`: masks of one step; twice as many
     exist, because the next step is planned while they are in use. `recompute_beyond`: a sequence that grows beyond this
     length is recomputed, because LongRoPE then changes its frequencies; 0: never. `windows`: of each cache group,
-    `state_spans`: see SpanGroups.
+    `state_spans`: see SpanGroups. `whole`: prompts are computed whole, and a step is full when it has so many rows;
+    0: they may be cut.
     """
 
     max_batch: int
@@ -36,6 +37,7 @@ class Limits:
     recompute_beyond: int = 0
     windows: tuple[int, ...] = (0,)
     state_spans: int = 0
+    whole: int = 0
 
     @property
     def groups(self) -> SpanGroups:

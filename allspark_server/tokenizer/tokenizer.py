@@ -106,19 +106,33 @@ class Tokenizer:
         """The ids of a text. `add_special_tokens`: with what the tokenizer puts around it, such as a begin-of-sequence
         token. TypeError or ValueError if it is not valid text.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"text to encode is {type(text).__name__}; it must be str")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"text to encode is not valid Unicode: half of a surrogate pair at position {error.start}"
-            ) from error
+        _check_text(text)
         try:
             # This call computes no offsets, so it is the fastest; it holds the GIL only to make the list of ids.
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise detokenizer.named(error, f"the tokenizer of {self._source} failed") from error
+
+    def encode_pair(self, text: str, pair: str) -> list[int]:
+        """The ids of two texts, with what the tokenizer puts around and between them. Errors as `encode`."""
+        _check_text(text)
+        _check_text(pair)
+        with detokenizer.named_errors(f"the tokenizer of {self._source} failed"):
+            return self.backend.encode(text, pair).ids
+
+    def cut(self, ids: list[int], most: int) -> list[int]:
+        """The first ids, so many that, with what the tokenizer puts at the end of a text, there are at most `most`."""
+        if len(ids) <= most:
+            return ids
+        end = self._suffix if most > len(self._suffix) and ids[len(ids) - len(self._suffix):] == self._suffix else []
+        return ids[:most - len(end)] + end
+
+    @functools.cached_property
+    def _suffix(self) -> list[int]:
+        """The ids that the tokenizer puts at the end of a text."""
+        plain, whole = self.encode("a", False), self.encode("a")
+        after = next((i + len(plain) for i in range(len(whole)) if whole[i:i + len(plain)] == plain), len(whole))
+        return whole[after:]
 
     def longest_text(self, tokens: int) -> int | None:
         """The length in characters beyond which every text has more than `tokens` tokens; None if there is no bound."""
@@ -159,3 +173,14 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Ids of a rendered chat, whose template writes the special tokens itself; see ChatTemplates.render."""
         return self.encode(self.templates.render(messages, **variables), add_special_tokens=False)
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"text to encode is {type(text).__name__}; it must be str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text to encode is not valid Unicode: half of a surrogate pair at position {error.start}"
+        ) from error

@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,17 +254,12 @@ class UnitHead(Changed):
         return form
 
 
-class TextPart(Changed):
-    """The text part of a multimodal checkpoint, with the names of a text-only checkpoint."""
+class Renamed(Changed):
+    """A view with other names for some tensors. renamed: the name in the source, for each name."""
 
-    PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # transformers 4, and 5
-                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."),
-                ("mtp.", "mtp."))
-
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, renamed: Mapping[str, str]):
         super().__init__(source)
-        self.inner = {own + name[len(prefix):]: name for prefix, own in self.PREFIXES for name in source.names()
-                      if name.startswith(prefix)}
+        self.inner = renamed
 
     def names(self) -> Iterable[str]:
         """See `Source.names`."""
@@ -277,6 +272,65 @@ class TextPart(Changed):
     def form(self, name: str) -> WeightFormat | None:
         """See `Source.form`."""
         return self.source.form(self.inner[name]) if name in self.inner else None
+
+
+class TextPart(Renamed):
+    """The text part of a multimodal checkpoint, with the names of a text-only checkpoint."""
+
+    PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # transformers 4, and 5
+                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."),
+                ("mtp.", "mtp."))
+
+    def __init__(self, source: Source):
+        super().__init__(source, {own + name[len(prefix):]: name for prefix, own in self.PREFIXES
+                                  for name in source.names() if name.startswith(prefix)})
+
+
+class BareEncoder(Renamed):
+    """An encoder's checkpoint without the name of the base model before its tensors, which checkpoints with a head
+    have; norms of checkpoints that came from TensorFlow have `gamma` and `beta`.
+    """
+
+    PREFIXES = ("bert.", "roberta.", "model.")
+    ENDS = ((".gamma", ".weight"), (".beta", ".bias"))
+
+    def __init__(self, source: Source):
+        found = {}
+        for stored in source.names():
+            name = next((stored[len(prefix):] for prefix in self.PREFIXES if stored.startswith(prefix)), stored)
+            for old, new in self.ENDS:
+                name = name.removesuffix(old) + new if name.endswith(old) else name
+            found[name] = stored
+        super().__init__(source, found)
+
+
+class PrefixedModel(Renamed):
+    """A checkpoint of a base model, whose names lack the `model.` that those of its model with a head have."""
+
+    def __init__(self, source: Source):
+        super().__init__(source, {name if name.startswith("model.") else f"model.{name}": name
+                                  for name in source.names()})
+
+
+class DenseModules(Renamed):
+    """A checkpoint with the tensors of the dense layers that sentence-transformers keeps in folders of their own."""
+
+    def __init__(self, source: Source, directory: Path, folders: Iterable[str]):
+        self.folders = {folder: open_weights(directory / folder) for folder in folders}
+        super().__init__(source, {name: name for name in source.names()} | {
+            f"{folder}.{name}": f"{folder}.{name}" for folder, own in self.folders.items() for name in own.names()})
+
+    def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
+        for folder, own in self.folders.items():
+            if name.startswith(f"{folder}."):
+                return own.get(name[len(folder) + 1:])
+        return self.source.get(name)
+
+    def form(self, name: str) -> WeightFormat | None:
+        """See `Source.form`."""
+        dense = any(name.startswith(f"{folder}.") for folder in self.folders)
+        return None if dense else self.source.form(name)
 
 
 class InterleavedExperts(Changed):
@@ -365,7 +419,9 @@ class TorchSource(Source):
 
 
 #: views of a checkpoint by the name that Architecture.stored_as has
-VIEWS: dict[str, type[Changed]] = {"text_part": TextPart, "interleaved_experts": InterleavedExperts}
+VIEWS: dict[str, Callable[[Source], Changed]] = {
+    "text_part": TextPart, "interleaved_experts": InterleavedExperts, "bare_encoder": BareEncoder,
+    "prefixed_model": PrefixedModel}
 
 
 @dataclass(frozen=True)
@@ -391,6 +447,8 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
             config = read_config(path, rope_scaling)
             if view := ARCHITECTURES[config.architecture].stored_as:
                 source = VIEWS[view](source)
+            if config.encoder and config.encoder.dense:
+                source = DenseModules(source, path, [layer.name for layer in config.encoder.dense])
             config = _tied_as_stored(config, source)
             if config.latent:
                 from allspark_server.weights.head_projections import HeadProjections

@@ -95,10 +95,22 @@ def parse_json(data: bytes | str) -> Any:
 
 def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object in a file of at most `limit` bytes."""
-    try:
-        values = parse_json(read_file(path, limit))
-    except ValueError as error:
-        raise _error(f"{path} is not valid JSON: {error}", AsStatus.ALLSPARK_PARAM_ERROR) from error
+    values = _json(path, limit)
     if not isinstance(values, dict):
         raise _error(f"{path} holds a {type(values).__name__}: expected an object", AsStatus.ALLSPARK_PARAM_ERROR)
     return values
+
+
+def read_json_list(path: Path, limit: int = MAX_CONFIG_BYTES) -> list[Any]:
+    """The JSON array in a file of at most `limit` bytes."""
+    values = _json(path, limit)
+    if not isinstance(values, list):
+        raise _error(f"{path} holds a {type(values).__name__}: expected an array", AsStatus.ALLSPARK_PARAM_ERROR)
+    return values
+
+
+def _json(path: Path, limit: int) -> Any:
+    try:
+        return parse_json(read_file(path, limit))
+    except ValueError as error:
+        raise _error(f"{path} is not valid JSON: {error}", AsStatus.ALLSPARK_PARAM_ERROR) from error

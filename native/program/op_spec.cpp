@@ -116,6 +116,7 @@ void check_rms_norm(const Program& p, const OpNode& op) {
 }
 
 void check_layer_norm(const Program& p, const OpNode& op) {
+  width_is(op, p.out(op), p.in(op).width, "output");
   for (int i = 0; i < 2; i++) vector_is(p, op, i, p.in(op).width);
 }
 

@@ -14,7 +14,7 @@ OP(rotary_table, kNone, kNone, {1, 2}, false, RowRule::none,
 // Scaled rows of a table; zeros for ids of other ranks. Rows given as embeddings are passed through on rank 0.
 OP(embedding, kNone, kOne, kOne, false, RowRule::all,
    {number_or("scale", 1), of_rank("vocab_begin", RankRule::weight_begin)}, check_embedding, cost_embedding)
-// Adds a row of a table of positions: that of the row's position + offset. Then, if there is a second table of segments,
+// Adds a row of a table of positions: that of the row's position + offset, or the last one beyond it. Then, if there is a second table of segments,
 // a row of that one: row 1 for what follows the sequence's first `separator`, row 0 up to it.
 OP(position_embedding, kOne, kOne, {1, 2}, true, RowRule::as_input,
    {positive(whole("positions")), counted("offset"), counted("separator")}, check_position_embedding, each_value<1>)
@@ -24,7 +24,7 @@ OP(all_reduce, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, co
 OP(rms_norm, kOne, kOne, kOne, false, RowRule::as_input, {number("eps"), flag("unit_offset")},
    check_rms_norm, each_value<4>)
 // Each row less its mean, divided by its standard deviation; times the first weight, plus the second.
-OP(layer_norm, kOne, kOne, kTwo, true, RowRule::as_input, {number("eps")}, check_layer_norm, each_value<8>)
+OP(layer_norm, kOne, kOne, kTwo, false, RowRule::as_input, {number("eps")}, check_layer_norm, each_value<8>)
 OP(linear, kOne, kOne, {1, 2}, false, RowRule::as_input, {}, check_linear, cost_linear)
 OP(head_norm, kOne, kOne, kOne, true, RowRule::as_input,
    {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset", RankRule::offset),

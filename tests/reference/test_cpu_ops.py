@@ -311,8 +311,7 @@ def test_latent_attention(heads, latent, rope, threads, dtype, tolerance):
 def test_layer_norm(width, threads):
     own = toy()
     x = embedded(own, width)
-    own.op("layer_norm", (x,), weights=(own.vector(width), own.vector(width)), eps=1e-6)
-    own.finish(x)
+    own.finish(own.op("layer_norm", (x,), width, (own.vector(width), own.vector(width)), eps=1e-6))
     compare(own, threads=threads)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from allspark_client.config import AsModelConfig
-from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 
 PAGE = 4096
@@ -82,6 +82,20 @@ class Driver:
                 length += 1
         self.step(StepPlan(free=[0], groups=len(self.info.cache_windows)))
         return tokens, logits
+
+    def outputs(self, texts: list[list[int]]) -> np.ndarray:
+        """What an embedder or a classifier gives for each text: float32 [texts, values], all from one step."""
+        new, work, spans = [], [], 0
+        for slot, ids in enumerate(texts):
+            needed = -(-len(ids) // self.info.span_size)
+            new.append(NewSlot(slot, list(ids), SamplingParams(do_sample=False, prompt_len=len(ids)).encode()))
+            work.append(WorkItem(slot, len(ids), int(Flag.HIDDEN), outputs=1, spans=list(range(spans, spans + needed))))
+            spans += needed
+        data = StepPlan(new=new, work=work).encode()
+        hidden = self._each(lambda runner: runner.step(data, False))[0].hidden
+        done = StepPlan(free=list(range(len(texts)))).encode()
+        self._each(lambda runner: runner.step(done, False))
+        return hidden
 
     def close(self) -> None:
         self._each(lambda runner: runner.close())

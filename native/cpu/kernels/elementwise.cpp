@@ -35,9 +35,8 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
   for (; i < n; i++) y[i] = x[i] * inverse * w[i];
 }
 
-// y = (x - mean) / sqrt(variance + eps) * w + bias (Ba et al., 2016), in place. The lanes' sums are added as those of
-// square_sum.
-void layer_norm(float* x, const float* w, const float* bias, int n, float eps) {
+// y = (x - mean) / sqrt(variance + eps) * w + bias (Ba et al., 2016). The lanes' sums are added as those of square_sum.
+void layer_norm(const float* x, const float* w, const float* bias, float* y, int n, float eps) {
   vf a = vzero(), b = vzero();
   int i = 0;
   for (; i + 2 * W <= n; i += 2 * W) a = vadd(a, vload(x + i)), b = vadd(b, vload(x + i + W));
@@ -46,12 +45,12 @@ void layer_norm(float* x, const float* w, const float* bias, int n, float eps) {
   for (; i < n; i++) sum += x[i];
   const float mean = sum / (float)n;
   const vf vm = vset(mean);
-  for (i = 0; i + W <= n; i += W) vstore(x + i, vsub(vload(x + i), vm));
-  for (; i < n; i++) x[i] -= mean;
-  const float inverse = 1.0f / std::sqrt(square_sum(x, n) / (float)n + eps);
+  for (i = 0; i + W <= n; i += W) vstore(y + i, vsub(vload(x + i), vm));
+  for (; i < n; i++) y[i] = x[i] - mean;
+  const float inverse = 1.0f / std::sqrt(square_sum(y, n) / (float)n + eps);
   const vf vi = vset(inverse);
-  for (i = 0; i + W <= n; i += W) vstore(x + i, vfma(vmul(vload(x + i), vi), vload(w + i), vload(bias + i)));
-  for (; i < n; i++) x[i] = std::fma(x[i] * inverse, w[i], bias[i]);
+  for (i = 0; i + W <= n; i += W) vstore(y + i, vfma(vmul(vload(y + i), vi), vload(w + i), vload(bias + i)));
+  for (; i < n; i++) y[i] = std::fma(y[i] * inverse, w[i], bias[i]);
 }
 
 namespace {

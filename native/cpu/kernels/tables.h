@@ -29,7 +29,7 @@ int64_t quantize(const Packed& w, const SourceRows& source, int64_t r0, int64_t 
 void read_row(const Packed& w, int64_t row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 float square_sum(const float* x, int n);
-void layer_norm(float* x, const float* w, const float* bias, int n, float eps);
+void layer_norm(const float* x, const float* w, const float* bias, float* y, int n, float eps);
 void multiply(float* x, const float* w, float factor, size_t n);
 void silu_mul(const float* gate, const float* up, float* y, int n);
 void gelu_tanh_mul(const float* gate, const float* up, float* y, int n);

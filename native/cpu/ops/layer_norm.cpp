@@ -1,4 +1,4 @@
-// layer_norm: each row less its mean, divided by its standard deviation, times a weight, plus a bias, in place.
+// layer_norm: each row less its mean, divided by its standard deviation, times a weight, plus a bias.
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -11,18 +11,19 @@ class LayerNorm : public BoundOp {
         weight_(b.parts[0].vector(0)),
         bias_(b.parts[0].vector(1)),
         eps_((float)b.parts[0].op.number("eps")),
-        x_(b.parts[0].in()) {}
+        x_(b.parts[0].in()),
+        y_(b.parts[0].out()) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, x_, batch, thread);
-    for (int r = r0; r < r1; r++) core_.k.layer_norm(x_.row(r), weight_, bias_, x_.width, eps_);
+    for (int r = r0; r < r1; r++) core_.k.layer_norm(x_.row(r), weight_, bias_, y_.row(r), x_.width, eps_);
   }
 
  private:
   const Core& core_;
   const float *const weight_, *const bias_;
   const float eps_;
-  const Tensor x_;
+  const Tensor x_, y_;
 };
 
 }  // namespace
