@@ -110,7 +110,7 @@ class AbstractEngine(ABC):
 
                 - {"input_ids": X}: token ids of shape [n] or [1, n] as a DLPack capsule, an object with __dlpack__, a
                   NumPy array of integers or a list of ints,
-                - {"text": str}, which the engine tokenizes; with "text_pair", a second text that models compare with it,
+                - {"text": str}, which the engine tokenizes; with "text_pair", a second text that rerankers compare,
                 - {"messages": [{"role": …, "content": …}, …]}: a chat in OpenAI's form, with content parts and tool
                   calls, which the checkpoint's chat template renders. The dict may also have the fields of ChatOptions:
                   "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template" and

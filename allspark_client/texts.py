@@ -27,13 +27,13 @@ def embed(engine: AbstractEngine, model_name: str, texts: str | Sequence[Any], *
     info = engine.get_model_info(model_name)
     if info.labels:
         raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                            f"model {model_name!r} ({info.architecture}) is a classifier with {len(info.labels)} labels "
-                            "and gives no embeddings: call classify or rerank")
+                            f"model {model_name!r} ({info.architecture}) is a classifier with {len(info.labels)} "
+                            "labels and gives no embeddings: call classify or rerank")
     before = prompt if prompt is not None else prompt_of(info, prompt_name)
     given = [texts] if isinstance(texts, str) else list(texts)
     inputs = [{"text": before + one} if isinstance(one, str) else {"input_ids": one} for one in given]
-    vectors = np.array(outputs(engine, info, inputs, pooling, truncate), np.float32).reshape(len(given), info.embedding_size)
-    return shortened(vectors, info, dimensions, normalize)
+    vectors = np.array(outputs(engine, info, inputs, pooling, truncate), np.float32)
+    return shortened(vectors.reshape(len(given), info.embedding_size), info, dimensions, normalize)
 
 
 def rerank(engine: AbstractEngine, model_name: str, query: str, documents: Sequence[str], *,
@@ -43,10 +43,9 @@ def rerank(engine: AbstractEngine, model_name: str, query: str, documents: Seque
         raise TypeError(f"query must be a str, not {type(query).__name__}")
     info, given = engine.get_model_info(model_name), list(documents)
     if not info.labels:
-        names = [next((name for name in _PROMPTS[kind] if name in info.prompts), None) for kind in _PROMPTS]
-        vectors = [embed(engine, model_name, one, prompt_name=name, truncate=truncate)
-                   for one, name in zip(([query], given), names)]
-        return vectors[1] @ vectors[0][0]
+        vectors = [embed(engine, model_name, one, prompt=prompt, truncate=truncate)
+                   for one, prompt in zip(([query], given), document_prompts(info))]
+        return (vectors[1] * vectors[0]).sum(axis=1)
     check_reranker(info)
     return scores_of(info, outputs(engine, info, [{"text": query, "text_pair": one} for one in given], "auto",
                                    truncate))[:, 0]
@@ -71,6 +70,13 @@ def prompt_of(info: ModelInfo, name: str | None) -> str:
         known = ", ".join(map(repr, info.prompts)) or "none"
         raise ValueError(f"prompt_name={name!r} is not a prompt of model {info.name!r}; known are {known}")
     return info.prompts[name] if name else ""
+
+
+def document_prompts(info: ModelInfo) -> tuple[str, str]:
+    """The prompts that an embedder's checkpoint has for queries and for documents; its default one if it names none."""
+    names = (next((name for name in known if name in info.prompts), None) for known in _PROMPTS.values())
+    query, document = (prompt_of(info, name) for name in names)
+    return query, document
 
 
 def check_reranker(info: ModelInfo) -> None:
@@ -129,7 +135,7 @@ def shortened(vectors: Array, info: ModelInfo, dimensions: int | None, normalize
     return vectors
 
 
-def scores_of(info: ModelInfo, logits: Sequence[Array]) -> Array:
+def scores_of(info: ModelInfo, logits: Sequence[Array] | Array) -> Array:
     """Scores [texts, labels] of a classifier's logits."""
     x = np.array(logits, np.float64).reshape(len(logits), len(info.labels))
     if info.score_function == "sigmoid":

@@ -125,9 +125,9 @@ class InputStage:
         pair, cuts = spec.text_pair, spec.config.pooling is not None and spec.config.truncate_prompt_tokens is not None
         if longest is not None and cuts:  # the end is cut anyway
             text, pair = text[:longest], pair and pair[:longest]
-        if longest is not None and max(len(text), len(pair or "")) > longest:
+        if longest is not None and (characters := max(len(text), len(pair or ""))) > longest:
             raise _over_limit(
-                f"the prompt is a text of {max(len(text), len(pair or ''))} characters: more than the {longest} that can make "
+                f"the prompt is a text of {characters} characters: more than the {longest} that can make "
                 f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
             )
         if pair is not None:
@@ -223,8 +223,8 @@ class InputStage:
         return PreparedRequest(
             sequences, texts, sum(sequence.size for sequence in sequences),
             top_logprobs=config.top_logprobs if config.logprobs else -1, prompt_logprobs=config.prompt_logprobs or 0,
-            pooling="last" if info.whole_texts and config.pooling else config.pooling, deadline=time.monotonic() + timeout if timeout else math.inf, deaths=spec.deaths,
-            proven=spec.proven,
+            pooling="last" if info.whole_texts and config.pooling else config.pooling,  # the model has pooled its rows
+            deadline=time.monotonic() + timeout if timeout else math.inf, deaths=spec.deaths, proven=spec.proven,
             name=config.user_request_id or config.uuid or "", model=spec.model, tenant=spec.tenant, adapter=adapter,
             trace=spec.trace
         )

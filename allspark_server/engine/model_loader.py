@@ -120,7 +120,8 @@ def open_model(
         info.reasoning = chat_format(info.chat_format).reasoning(tokenizer.chat_templates.values()) is not None
         stops = [*tokenizer.stop_ids, *map(tokenizer.mark_id, chat_format(info.chat_format).stops)]
         info.eos_token_ids += [i for i in dict.fromkeys(stops) if i is not None and i not in info.eos_token_ids]
-        guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-        guide.start()
+        if info.generates:
+            guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+            guide.start()
     gpu = config.device_ids[0] if config.on_gpus else None
     return ServedModel(config, info, tokenizer, fingerprint(info, gpu), output, host_spans, guide, masks, post)

@@ -27,6 +27,7 @@ from .openapi import describe
 from .page import page, pool
 from .responses import responses
 from .responses_wire import ResponsesRequest
+from .scoring import ClassifyRequest, RerankRequest, ScoreRequest, classify, rerank, rerank_v2, score
 from .stored_responses import cancel_response, delete_response, get_response, list_input_items
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
@@ -55,6 +56,13 @@ def _endpoints(worker: HttpWorker) -> list[tuple[str, str, Endpoint]]:
         ("POST", "/v1/completions",
          Endpoint(worker, "completions", completions, form=CompletionRequest, role=generate)),
         ("POST", "/v1/embeddings", Endpoint(worker, "embeddings", embeddings, form=EmbeddingRequest, role=generate)),
+        *(("POST", path, Endpoint(worker, name, handler, form=RerankRequest, role=generate))
+          for path, name, handler in (("/v1/rerank", "rerank", rerank), ("/rerank", "rerank_plain", rerank),
+                                      ("/v2/rerank", "rerank_v2", rerank_v2))),
+        *(("POST", path, Endpoint(worker, f"score{suffix}", score, form=ScoreRequest, role=generate))
+          for path, suffix in (("/v1/score", ""), ("/score", "_plain"))),
+        *(("POST", path, Endpoint(worker, f"classify{suffix}", classify, form=ClassifyRequest, role=generate))
+          for path, suffix in (("/v1/classify", ""), ("/classify", "_plain"))),
         ("POST", "/v1/responses", Endpoint(worker, "responses", responses, form=ResponsesRequest, role=generate)),
         ("GET", "/v1/responses/{response}", Endpoint(worker, "get_response", get_response, role=generate)),
         ("DELETE", "/v1/responses/{response}", Endpoint(worker, "delete_response", delete_response, role=generate)),

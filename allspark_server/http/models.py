@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from allspark_client.types import ModelState
+from allspark_client.types import ModelInfo, ModelState
 from allspark_client.version import __version__
 
 from .call import Call
 from .errors import ApiError
 from .wire import Body, ModelName
+
+
+def task_of(info: ModelInfo) -> str:
+    """What a model is for: "generate", "embed", "rerank" or "classify"."""
+    if info.generates:
+        return "generate"
+    return "embed" if not info.labels else "rerank" if len(info.labels) == 1 else "classify"
 
 
 async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
@@ -24,7 +31,7 @@ async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
     if model.running:
         info = await call.pool.info(model.name)
         card |= {"max_model_len": info.max_length, "chat_format": info.chat_format,
-                 "chat_format_guessed": info.chat_format_guessed}
+                 "chat_format_guessed": info.chat_format_guessed, "task": task_of(info)}
     further = [*model.aliases, *sorted(model.adapters)]
     return [each for each in (card, *({**card, "id": name, "parent": model.name} for name in further))
             if call.client.may_use(each["id"], model.name)]

@@ -1,10 +1,9 @@
-"""BERT, RoBERTa and XLM-RoBERTa (bge, e5, gte, MiniLM and other embedders and rerankers): norms after attention and MLP,
-a table of positions, biases everywhere.
+"""BERT, RoBERTa and XLM-RoBERTa (bge, e5, gte, MiniLM and other embedders and rerankers): norms after attention and
+MLP, a table of positions, biases everywhere.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 

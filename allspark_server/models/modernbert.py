@@ -80,9 +80,9 @@ def _more(classifier: bool) -> Any:
     return more
 
 
-_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "activation": ("gelu",), "windows": True,
-                           "window": 65, "rope_theta": 160_000.0, "local_theta": 10_000.0, "translate": _translate,
-                           "stored_as": "bare_encoder", "unused": ("head.", "decoder.")}
+_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "activation": ("gelu",),
+                           "windows": True, "window": 65, "rope_theta": 160_000.0, "local_theta": 10_000.0,
+                           "translate": _translate, "stored_as": "bare_encoder", "unused": ("head.", "decoder.")}
 ARCHITECTURES = {
     "ModernBertModel": Architecture(modernbert, "modernbert", "ModernBERT", more=_more(False), **_COMMON),
     "ModernBertForMaskedLM": Architecture(modernbert, "modernbert", "ModernBERT", more=_more(False), **_COMMON),

@@ -361,7 +361,7 @@ class ModelRunner:
         return self._model
 
     def _config_of_texts(self, model: RankModel) -> AsModelConfig:
-        """The config of an encoder, whose texts are as long as the network and the checkpoint allow, or of a classifier.
+        """The config of a classifier, or of an encoder: its texts are as long as the network and the checkpoint allow.
         AllSparkError for what they do not have.
         """
         config, name = copy.copy(self.config), model.graph.config.architecture

@@ -235,8 +235,7 @@ class Scheduler(Completion):
         """Admits waiting prompts in the order of their tenants' turns, each with all its rows, until the step is full.
         A prompt that is longer than what is left waits for the next step.
         """
-        while self._free_slots and self.queue.waiting:
-            waiting = self.queue.first()
+        while self._free_slots and (waiting := self.queue.first()) is not None:
             if builder.rows and builder.rows + len(waiting.tokens) > self.limits.whole:
                 break
             if self._take_spans(waiting):

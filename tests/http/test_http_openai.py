@@ -201,8 +201,11 @@ def test_embeddings(api, http_server):
     mean = api.embeddings.create(model=MODEL, input=texts[0], extra_body={"pooling": "mean"}).data[0].embedding
     assert len(mean) == len(one) and mean != one
     assert api.embeddings.create(model=MODEL, input=texts[0], dimensions=len(one)).data[0].embedding == one
+    short = api.embeddings.create(model=MODEL, input=texts[0], dimensions=3).data[0].embedding
+    length = sum(x * x for x in one[:3]) ** 0.5
+    assert short == pytest.approx([x / length for x in one[:3]], rel=1e-5)
     with pytest.raises(openai.BadRequestError) as wrong:
-        api.embeddings.create(model=MODEL, input=texts[0], dimensions=3)
+        api.embeddings.create(model=MODEL, input=texts[0], dimensions=len(one) + 1)
     assert wrong.value.param == "dimensions"
 
 

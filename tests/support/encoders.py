@@ -192,4 +192,5 @@ def add_wordpiece(directory: Path, pair_separators: int = 1) -> None:
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({
-        "sep_token": "[SEP]", "cls_token": "[CLS]", "pad_token": "[PAD]", "tokenizer_class": "PreTrainedTokenizerFast"}))
+        "sep_token": "[SEP]", "cls_token": "[CLS]", "pad_token": "[PAD]",
+        "tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -1,5 +1,5 @@
-// pool_rows: the first row, the last one or the mean of the rows of each sequence. Means are sums in float64 in the order
-// of positions.
+// pool_rows: the first row, the last one or the mean of the rows of each sequence. Means are sums in float64 in the
+// order of positions.
 #include <algorithm>
 #include <string>
 
