@@ -1,4 +1,4 @@
-"""Formats whose calls are one JSON list after a mark (Granite 3, Phi-4-mini)."""
+"""Formats whose calls are one JSON list after a mark (Granite 3, Phi-4-mini, Nemotron Nano 2)."""
 
 from __future__ import annotations
 
@@ -65,3 +65,30 @@ class PhiFormat(JsonCallFormat):
         shown = list(messages) if messages[0]["role"] == "system" else [{"role": "system", "content": ""}, *messages]
         shown[0] = {**shown[0], "tools": json.dumps([tool["function"] for tool in variables["tools"]])}
         return shown, variables
+
+
+class NemotronParser(OutputParser):
+    """Parses answers of Nemotron Nano 2. An empty list calls nothing."""
+
+    def _run(self) -> Steps:
+        begin, end = NemotronFormat.trigger, NemotronFormat.end_mark
+        while (yield from self._scan((begin,), self._content)):
+            if (yield from self._call_list(begin, may_be_empty=True)):
+                yield from self._end_call(begin, end)
+
+
+class NemotronFormat(JsonCallFormat):
+    """Nemotron Nano 2 and Llama-Nemotron; Nemotron 3 writes calls as Qwen3-Coder does."""
+
+    name = "nemotron_json"
+    parser_class = NemotronParser
+    trigger = "<TOOLCALL>"
+    markers = ("<TOOLCALL>", "</TOOLCALL>", "<think>", "</think>")
+    template_signs = ("<TOOLCALL>",)
+    adapted_templates = "<TOOLCALL>"
+    opening, separator, closing = 'begin "[" ', '", "', ' "]" {end_mark}'
+    end_mark = "</TOOLCALL>"
+
+    def adapt(self, messages: list[Message], variables: dict[str, Any]) -> tuple[list[Message], dict[str, Any]]:
+        """See ChatFormat. The templates take text from every message, of calls alone too."""
+        return [{**message, "content": message.get("content") or ""} for message in messages], variables

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..tokenizer.templates import ChatTemplates
 
 Message = dict[str, Any]
-#: returns the Lark text for a literal, which may be a special token
+#: returns the Lark text for a literal, which may be a special token or hold one of the format's markers
 Literal = Callable[[str], str]
 
 #: how forced arguments are written: as json.dumps does, which is what templates show to models
@@ -141,9 +141,12 @@ class ChatFormat:
         if not constrains_calls and not (response_format and has_parts):
             return None
 
+        tokens = [mark for mark in self.markers if mark in marks]
+        inner = re.compile(f"({'|'.join(map(re.escape, tokens))})" if tokens else r"(?!)")
+
         def literal(text: str) -> str:
-            mark = marks.get(text)
-            return json.dumps(text) if mark is None else f"<[{mark}]>"
+            parts = [text] if text in marks else inner.split(text)
+            return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
         reasons = any(sign in template for template in templates for sign in _REASONING_SIGNS)
         answer = None if response_format is None or options.forced else _answer_rule(response_format)
@@ -186,7 +189,7 @@ class ChatFormat:
             rules.append(call_rules)
             if not self.bare:
                 free = not forced and answer is None
-                rules.append(after_text("begin", self.trigger, literal) if free else f"begin: {literal(self.trigger)}")
+                rules.append(after_text("begin", self.trigger, literal) if free else f"begin: {self.lead(literal)}")
         if not forced:
             body = "(calls | answer)" if functions else "answer"
             rules.append(f"answer: {answer}" if answer else f"answer: TEXT\nTEXT: {self._text(literal)}")
@@ -200,6 +203,10 @@ class ChatFormat:
         if "reasoning" in start:
             rules.append("reasoning: thought /\\s{0,4}/\n" + after_text("thought", end, literal))
         return "\n".join([f"start: {start}", *rules])
+
+    def lead(self, literal: Literal) -> str:
+        """The Lark text of what calls begin with where no text stands before them."""
+        return literal(self.trigger)
 
     def _text(self, literal: Literal) -> str:
         """The Lark text for an answer without calls."""
@@ -248,7 +255,8 @@ def chat_format(name: str) -> ChatFormat:
 
 def _plain(parser: type[OutputParser]) -> type[OutputParser]:
     """The parser of a format's answers where there are no tools."""
-    return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING, "DROPPED": parser.DROPPED})
+    return type("PlainParser", (OutputParser,), {name: getattr(parser, name)
+                                                 for name in ("REASONING", "DROPPED", "AROUND")})
 
 
 # ---- prompts ----------------------------------------------------------------------------------------------
@@ -342,28 +350,35 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     return json_rule(schema, {"whitespace_flexible": flexible, "lenient": lenient})
 
 
-def is_token(mark: str, literal: Literal) -> bool:
-    """Whether the mark is a special token, which cannot be a part of a lexeme."""
-    return literal(mark).startswith("<")
+def _up_to_token(mark: str, literal: Literal) -> tuple[str, str]:
+    """The text of a mark before its first special token, which cannot be a part of a lexeme, and the Lark text of the
+    rest; "" if it has none.
+    """
+    written = literal(mark)
+    if written.startswith("<"):
+        return "", written
+    text, end = json.JSONDecoder().raw_decode(written)
+    return text, written[end:]
 
 
 def after_text(name: str, mark: str, literal: Literal) -> str:
     """The Lark rule of this name: any text up to and with a mark."""
-    if is_token(mark, literal):
-        return f"{name}: {name.upper()} {literal(mark)}\n{name.upper()}: /(?s:.*)/"
+    text, rest = _up_to_token(mark, literal)
+    if rest:
+        return f"{name}: {name.upper()} {rest}\n{name.upper()}: /(?s:.*){escaped(text)}/"
     return f"{name}[lazy]: /(?s:.*){escaped(mark)}/"
 
 
 def text_without(mark: str, literal: Literal) -> str:
     """The Lark text for any text that does not contain the mark."""
-    if is_token(mark, literal):
+    if _up_to_token(mark, literal)[1]:
         return "/(?s:.*)/"
     return f"/(?s:.*)/ & ~/(?s:.*){escaped(mark)}(?s:.*)/"
 
 
 def escaped(text: str) -> str:
     """The text as a part of a regular expression in Lark."""
-    return re.escape(text).replace("/", r"\/")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
 
 
 def json_rule(schema: Any, options: dict[str, Any] = JSON) -> str:

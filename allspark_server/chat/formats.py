@@ -5,28 +5,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from .call_lists import GraniteFormat, PhiFormat
+from .call_lists import GraniteFormat, NemotronFormat, PhiFormat
+from .dsml import DsmlFormat
 from .format import FORMATS, ChatFormat
 from .gemma import Gemma4Format, GemmaFormat
-from .glm45 import GlmFormat
+from .glm45 import Glm47Format, GlmFormat
 from .harmony import HarmonyFormat
 from .hermes import HermesFormat
+from .hunyuan import HunyuanFormat
 from .llama3 import LlamaFormat
 from .mistral import MistralFormat
-from .pythonic import LfmFormat, PythonicFormat
+from .pythonic import LfmFormat, OlmoFormat, PythonicFormat
 from .sections import DeepSeek31Format, DeepSeekFormat, KimiFormat
 from .xml_calls import MiniMaxFormat, SeedFormat, XmlFormat
 
 logger = logging.getLogger(__name__)
 
 FORMATS.update((known.name, known) for known in (
-    HermesFormat(), LlamaFormat(), MistralFormat(), GlmFormat(), HarmonyFormat(), XmlFormat(), SeedFormat(),
-    MiniMaxFormat(), DeepSeekFormat(), DeepSeek31Format(), KimiFormat(), GraniteFormat(), PhiFormat(), PythonicFormat(),
-    LfmFormat(), GemmaFormat(), Gemma4Format(), ChatFormat()))
+    HermesFormat(), LlamaFormat(), MistralFormat(), GlmFormat(), Glm47Format(), HarmonyFormat(), XmlFormat(),
+    SeedFormat(), MiniMaxFormat(), DsmlFormat(), DeepSeekFormat(), DeepSeek31Format(), KimiFormat(), GraniteFormat(),
+    PhiFormat(), NemotronFormat(), PythonicFormat(), LfmFormat(), OlmoFormat(), GemmaFormat(), Gemma4Format(),
+    HunyuanFormat(), ChatFormat()))
 
 # The order in which templates are searched for the formats' signs: a template may have signs of later ones, too.
-_SEARCHED = ("harmony", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_coder", "deepseek_v3", "deepseek_v31",
-             "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite", "phi4_mini", "pythonic", "hermes", "llama3")
+_SEARCHED = ("harmony", "glm47", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_coder", "deepseek_v32",
+             "deepseek_v3", "deepseek_v31", "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite", "phi4_mini",
+             "nemotron_json", "pythonic", "olmo3", "hunyuan", "hermes", "llama3")
 
 
 def has_unknown_calls(templates: Mapping[str, str]) -> bool:

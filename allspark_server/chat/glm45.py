@@ -1,4 +1,4 @@
-"""GLM-4.5: `<tool_call>name`, a pair of `<arg_key>` and `<arg_value>` for each argument, `</tool_call>`."""
+"""GLM-4.5 and later: `<tool_call>name`, a pair of `<arg_key>` and `<arg_value>` for each argument, `</tool_call>`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .tagged import TaggedFormat, TaggedParser
 
 
 class GlmParser(TaggedParser):
-    """Parses answers of GLM-4.5."""
+    """Parses answers of GLM-4.5 and later, with newlines between the marks or without."""
 
     def _run(self) -> Steps:
         while (yield from self._scan(("<tool_call>",), self._content)):
@@ -41,7 +41,7 @@ class GlmParser(TaggedParser):
 
 
 class GlmFormat(TaggedFormat):
-    """Calls follow each other; a newline stands between them."""
+    """GLM-4.5 and 4.6: newlines stand between calls, after the name, and around each pair of marks."""
 
     name = "glm45"
     parser_class = GlmParser
@@ -49,18 +49,30 @@ class GlmFormat(TaggedFormat):
     markers = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
                "<think>", "</think>")
     template_signs = ("<arg_key>",)
-    architectures = ("glm4_moe", "glm4moe")
+    architectures: tuple[str, ...] = ("glm4_moe", "glm4moe")
     value_end = "</arg_value>"
 
     def block_rules(self, parallel: bool, literal: Literal) -> str:
         """See TaggedFormat."""
-        end = literal("</tool_call>")
-        return f"calls: begin call {end}" + (rf' ("\n" {literal("<tool_call>")} call {end})*' if parallel else "")
+        begin, end = literal("<tool_call>"), literal("</tool_call>")
+        return f"calls: begin call {end}" + (f" ({self._gap()}{begin} call {end})*" if parallel else "")
 
     def call(self, name: str, arguments: str, literal: Literal) -> str:
         """See TaggedFormat."""
-        return f"{json.dumps(name + chr(10))} {arguments}"
+        return f"{json.dumps(name + self.gap)} {arguments}"
 
-    def argument(self, key: str, literal: Literal) -> str:
+    def argument(self, key: str, text: bool | None, literal: Literal) -> str:
         """See TaggedFormat."""
-        return rf'{literal("<arg_key>")} {key} {literal("</arg_key>")} "\n" {literal("<arg_value>")}'
+        return f'{literal("<arg_key>")} {key} {literal("</arg_key>")} {self._gap()}{literal("<arg_value>")}'
+
+    def _gap(self) -> str:
+        return f"{json.dumps(self.gap)} " if self.gap else ""
+
+
+class Glm47Format(GlmFormat):
+    """GLM-4.7 and 5: nothing stands between the marks."""
+
+    name = "glm47"
+    template_signs = ("</arg_key><arg_value>",)
+    architectures = ("glm_moe_dsa", "glmmoedsa", "glm4_moe_lite", "glm4moelite")
+    gap = ""

@@ -27,6 +27,8 @@ class OutputParser:
     ENDS_REASONING: Sequence[str] = ()
     #: marks around text that are no part of it
     DROPPED: Sequence[str] = ()
+    #: the marks around all that follows the reasoning; with the blanks beside them they are no part of it
+    AROUND: tuple[str, str] | None = None
 
     def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
         """`tools`: those that the prompt describes, in OpenAI's form. `opened`: the part of the answer that the prompt
@@ -41,6 +43,7 @@ class OutputParser:
         self._events: list[Event] = []
         self._space = ""  # white space that ends the content; it is dropped before a call
         self._taken: list[str] | None = None  # consumed text that may still be content
+        self._dropped = tuple(self.DROPPED)
         self._steps = self._all()
         next(self._steps)
 
@@ -67,9 +70,10 @@ class OutputParser:
 
     def _all(self) -> Steps:
         yield from self._reasoning()
+        yield from self._enter()
         yield from self._run()
-        while (yield from self._scan(self.DROPPED, self._content)):  # the rest is content
-            pass
+        while marker := (yield from self._scan(self._dropped, self._content)):  # the rest is content
+            yield from self._drop(marker)
 
     def _run(self) -> Steps:
         """Parses what follows the reasoning; formats override it."""
@@ -101,6 +105,27 @@ class OutputParser:
         if marker in self.ENDS_REASONING:
             self._text = marker + self._text
         yield from self._peek()
+
+    def _enter(self) -> Steps:
+        """Drops the first mark of AROUND; the other one is dropped only after it."""
+        if self.AROUND is None:
+            return
+        begin, end = self.AROUND
+        while begin.startswith(start := self._text.lstrip()[:len(begin)]):
+            if start == begin:
+                self._text = self._text.lstrip()[len(begin):]
+                self._dropped += (end,)
+                yield from self._peek()
+                return
+            if self._ended:
+                return
+            yield
+
+    def _drop(self, marker: str) -> Steps:
+        """Drops a mark of `_dropped`, with the blanks beside it if it is of AROUND."""
+        if self.AROUND is not None and marker == self.AROUND[1]:
+            self._space = ""
+            yield from self._peek()
 
     # ---- events ----
 
@@ -230,8 +255,10 @@ class OutputParser:
             self._content(before + "".join(taken))
         return begun
 
-    def _call_list(self, before: str) -> Steps:
-        """Parses a list of calls; returns whether it is one. Otherwise its text becomes content, after `before`."""
+    def _call_list(self, before: str, may_be_empty: bool = False) -> Steps:
+        """Parses a list of calls; returns whether it is one. Otherwise its text becomes content, after `before`.
+        `may_be_empty`: a list without calls is one.
+        """
         self._taken, begun = [before], False
         if (yield from self._peek()) == "[":
             self._consume(1)
@@ -242,9 +269,10 @@ class OutputParser:
                     return False
                 else:
                     begun = True
-            if begun:
+            if begun or (may_be_empty and c == "]"):
                 if c == "]":
                     self._consume(1)
+                self._taken = None
                 return True
         taken, self._taken = self._taken, None
         self._content("".join(taken or ()))

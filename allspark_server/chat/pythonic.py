@@ -1,5 +1,5 @@
 """Calls as Python writes them: `[get_weather(city="Paris"), now()]` (Llama 4, Llama 3.2, Gemma 3 with vLLM's
-templates), and between marks (LFM2).
+templates), between marks (LFM2), and between marks a call a line (OLMo 3).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class PythonicParser(OutputParser):
         if (yield from self._peek_content()) == "[":
             yield from self._list()
 
-    def _list(self, before: str = "") -> Steps:
+    def _list(self, before: str = "", brackets: bool = True) -> Steps:
         """Parses a list of calls; returns whether it is one. Otherwise its text becomes content, after `before`, from
-        the first element that is no call.
+        the first element that is no call. `brackets`: they stand around it.
         """
         self._taken, begun = [before], False
         yield from self._peek()
-        self._consume(1)
+        self._consume(int(brackets))
         while (yield from self._call_in_list()):
             begun = True
             if (yield from self._peek()) == ",":
@@ -38,8 +38,8 @@ class PythonicParser(OutputParser):
             self._taken = []
         taken, self._taken = self._taken, None
         rest = "".join(taken or ())
-        if begun and self._text[:1] == "]" and not rest.strip():
-            self._consume(1)
+        if begun and (not brackets or self._text[:1] == "]") and not rest.strip():
+            self._consume(int(brackets))
             return True
         self._content(rest if not begun else rest.lstrip())
         return taken is None
@@ -131,16 +131,17 @@ class PythonicParser(OutputParser):
 
 
 class PythonicFormat(ChatFormat):
-    """An answer is calls if and only if it begins with "["."""
+    """An answer is calls if and only if it begins with "[". `separator`: what stands between calls."""
 
     name = "pythonic"
     parser_class: type[OutputParser] = PythonicParser
     trigger, bare = "[", True
+    separator = ", "
     template_signs: tuple[str, ...] = ("params_name1=params_value1",)
 
     def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
         """See ChatFormat."""
-        several = ' (", " call)*' if parallel else ""
+        several = f" ({json.dumps(self.separator)} call)*" if parallel else ""
         lines = [f"calls: {self._around('call' + several, literal)}",
                  f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
         for i, function in enumerate(functions):
@@ -149,7 +150,7 @@ class PythonicFormat(ChatFormat):
                 lines.append(f'call_{i}: {opening} ANY ")"')
                 continue
             lines.append(f'call_{i}: {opening} pairs_{i} ")"')
-            lines += separated_arguments(f"pairs_{i}", schema, "=", _value_rule)
+            lines += separated_arguments(f"pairs_{i}", schema, "=", self._value_rule)
         if any(function.get("parameters") is None for function in functions):
             lines.append(r"""ANY: /([^"'()]|"(\\.|[^"\\])*"|'(\\.|[^'\\])*')*/""")
         return "\n".join(lines)
@@ -157,19 +158,28 @@ class PythonicFormat(ChatFormat):
     def _around(self, calls: str, literal: Literal) -> str:
         return f'"[" {calls} "]"'
 
+    def _value_rule(self, value: Any, schema: dict[str, Any]) -> str:
+        """The Lark text of a value: booleans as Python writes them, all else as JSON."""
+        if isinstance(value, dict) and value.get("type") == "boolean":
+            return '"True" | "False"'
+        return value_rule(value, schema, plain=False)
+
 
 class LfmParser(PythonicParser):
-    """Parses answers of LFM2."""
+    """Parses answers of LFM2. `marks`: around the calls. `brackets`: within the marks."""
+
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+    brackets = True
 
     def _run(self) -> Steps:
-        begin, end = LfmFormat.marks
+        begin, end = self.marks
         # An end mark after calls ends a list whose last elements were none; without calls it is content as its list is.
         while marker := (yield from self._scan((begin, end) if self.calls else (begin,), self._content)):
             if marker == end:
                 continue
-            if (yield from self._peek_content()) != "[":
+            if self.brackets and (yield from self._peek_content()) != "[":
                 self._content(begin)
-            elif (yield from self._list(begin)):
+            elif (yield from self._list(begin, self.brackets)):
                 yield from self._end_call(begin, end)
 
 
@@ -177,15 +187,38 @@ class LfmFormat(PythonicFormat):
     """LFM2: a list of calls between marks, then text for the user."""
 
     name = "lfm2"
-    parser_class = LfmParser
-    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
-    trigger, bare = marks[0], False
-    markers = (*marks, "<think>", "</think>")
-    template_signs = ("<|tool_list_start|>", marks[0])
-    architectures = ("lfm2",)
+    parser_class: type[LfmParser] = LfmParser
+    trigger, bare = LfmParser.marks[0], False
+    markers: tuple[str, ...] = (*LfmParser.marks, "<think>", "</think>")
+    template_signs: tuple[str, ...] = ("<|tool_list_start|>", LfmParser.marks[0])
+    architectures: tuple[str, ...] = ("lfm2",)
 
     def _around(self, calls: str, literal: Literal) -> str:
-        return f'begin "[" {calls} "]" {literal(self.marks[1])}'
+        return f'begin "[" {calls} "]" {literal(self.parser_class.marks[1])}'
+
+
+class OlmoParser(LfmParser):
+    """Parses answers of OLMo 3."""
+
+    marks, brackets = ("<function_calls>", "</function_calls>"), False
+
+
+class OlmoFormat(LfmFormat):
+    """OLMo 3: a call a line. Its template shows values as JSON."""
+
+    name = "olmo3"
+    parser_class = OlmoParser
+    trigger = OlmoParser.marks[0]
+    markers = (*OlmoParser.marks, "<think>", "</think>")
+    template_signs = (OlmoParser.marks[0],)
+    architectures = ("olmo3",)
+    separator = "\n"
+
+    def _around(self, calls: str, literal: Literal) -> str:
+        return f"begin {calls} {literal(self.parser_class.marks[1])}"
+
+    def _value_rule(self, value: Any, schema: dict[str, Any]) -> str:
+        return value_rule(value, schema, plain=False)
 
 
 _loads = functools.partial(json.loads, strict=False)  # takes a newline within a text
@@ -198,10 +231,3 @@ def _as_json(value: str) -> str:
         except _ERRORS:
             continue
     return json.dumps(value, ensure_ascii=False)
-
-
-def _value_rule(value: Any, schema: dict[str, Any]) -> str:
-    """The Lark text of a value: booleans as Python writes them, all else as JSON."""
-    if isinstance(value, dict) and value.get("type") == "boolean":
-        return '"True" | "False"'
-    return value_rule(value, schema, plain=False)

@@ -23,8 +23,12 @@ class SectionParser(OutputParser):
     def _run(self) -> Steps:
         opening = (self.section[0], self.call[0])
         while marker := (yield from self._scan(opening, self._content)):
-            while marker not in (None, self.section[1]):
-                marker = yield from (self._one_call() if marker == self.call[0] else self._between())
+            yield from self._section(marker)
+
+    def _section(self, marker: str | None) -> Steps:
+        """Parses a section of calls from the mark that begins it."""
+        while marker not in (None, self.section[1]):
+            marker = yield from (self._one_call() if marker == self.call[0] else self._between())
 
     def _between(self) -> Steps:
         """Parses what stands in a section beside calls; returns the mark that follows. All but blanks is content."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .format import ChatFormat, Literal, after_text, json_rule
+from .format import ChatFormat, Literal, after_text, escaped, json_rule
 from .parser import OutputParser, Steps
 
 
@@ -18,10 +18,16 @@ class TaggedParser(OutputParser):
 
     padded = False
 
-    def _argument(self, arguments: Callable[[str], None], function: str, key: str, end: str) -> Steps:
-        """Emits the value of the argument `key`, which the mark `end` ends, as JSON."""
-        properties = self.functions.get(function, {}).get("properties")
-        if not is_text(properties.get(key) if isinstance(properties, dict) else None):
+    def _argument(
+        self, arguments: Callable[[str], None], function: str, key: str, end: str, text: bool | None = None
+    ) -> Steps:
+        """Emits the value of the argument `key`, which the mark `end` ends, as JSON. `text`: whether it is plain text;
+        None: the function's schema says it.
+        """
+        if text is None:
+            properties = self.functions.get(function, {}).get("properties")
+            text = is_text(properties.get(key) if isinstance(properties, dict) else None)
+        if not text:
             value, _ = yield from self._collect((end,))
             arguments(json_or_text(value.strip("\n") if self.padded else value))
             return
@@ -44,10 +50,10 @@ class TaggedFormat(ChatFormat):
     """The grammar writes a rule for each argument of each function.
 
     `key`: the regular expression of a key that no schema names. `value_end`: the mark that ends a value. `pad`: what
-    stands before that mark and at the beginning of a value.
+    stands before that mark and at the beginning of a value. `gap`: what stands after that mark.
     """
 
-    key, value_end, pad = "[^<]+", "", ""
+    key, value_end, pad, gap = "[^<]+", "", "", "\n"
 
     def block_rules(self, parallel: bool, literal: Literal) -> str:
         """The Lark rule `calls`, of one `call` or several."""
@@ -57,15 +63,17 @@ class TaggedFormat(ChatFormat):
         """The Lark text of a call. `arguments`: the Lark text of its arguments."""
         raise NotImplementedError
 
-    def argument(self, key: str, literal: Literal) -> str:
-        """The Lark text of what stands before a value. `key`: a Lark string or regular expression."""
+    def argument(self, key: str, text: bool | None, literal: Literal) -> str:
+        """The Lark text of what stands before a value. `key`: a Lark string or regular expression. `text`: whether the
+        value is plain text; None if no schema says it.
+        """
         raise NotImplementedError
 
     def call_rules(self, functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
         """See ChatFormat."""
         lines = [self.block_rules(parallel, literal),
                  f"call: {' | '.join(f'call_{i}' for i in range(len(functions)))}"]
-        pad = f"{json.dumps(self.pad)} " if self.pad else ""
+        pad, gap = f"{json.dumps(self.pad)} " if self.pad else "", f" {json.dumps(self.gap)}" if self.gap else ""
         for i, function in enumerate(functions):
             schema = function.get("parameters")
             if schema is None:
@@ -73,13 +81,13 @@ class TaggedFormat(ChatFormat):
                 continue
             parts = []
             for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
-                begin, end = self.argument(json.dumps(key), literal), literal(self.value_end)
-                part = rf'{begin} {pad}value_{i}_{j} {pad}{end} "\n"'
+                begin, end = self.argument(json.dumps(key), is_text(value), literal), literal(self.value_end)
+                part = f"{begin} {pad}value_{i}_{j} {end}{gap}"
                 parts.append(part if key in schema.get("required", ()) else f"({part})?")
-                lines.append(f"value_{i}_{j}: {value_rule(value, schema, plain=True)}")
+                lines.append(f"value_{i}_{j}: {value_rule(value, schema, plain=True, end=self.pad)}")
             lines.append(f"call_{i}: {self.call(function['name'], ' '.join(parts), literal)}")
         if any(function.get("parameters") is None for function in functions):
-            lines += [rf'pair: {self.argument(f"/{self.key}/", literal)} value "\n"',
+            lines += [f"pair: {self.argument(f'/{self.key}/', None, literal)} value{gap}",
                       after_text("value", self.value_end, literal)]
         return "\n".join(lines)
 
@@ -92,17 +100,18 @@ def json_or_text(value: str) -> str:
         return json.dumps(value, ensure_ascii=False)
 
 
-def value_rule(value: Any, schema: dict[str, Any], plain: bool) -> str:
+def value_rule(value: Any, schema: dict[str, Any], plain: bool, end: str = "") -> str:
     """The Lark text of a value by its schema `value`, which is a part of `schema`: JSON. `plain`: but text as it is,
-    without markup.
+    without markup. `end`: what follows it; a lexeme of text takes all that it can, so this belongs to it.
     """
+    follows = f" {json.dumps(end)}" if end else ""
     if plain and is_text(value):
         if "enum" in value or "const" in value:
-            return " | ".join(map(json.dumps, value.get("enum", [value.get("const")])))
+            return " | ".join(json.dumps(text) + follows for text in value.get("enum", [value.get("const")]))
         most = value.get("maxLength", "")
-        return f"/[^<]{{{value.get('minLength', 0)},{most}}}/"
+        return f"/[^<]{{{value.get('minLength', 0)},{most}}}{escaped(end)}/"
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return json_rule({**value, **definitions} if isinstance(value, dict) else value)
+    return json_rule({**value, **definitions} if isinstance(value, dict) else value) + follows
 
 
 def is_text(value: Any) -> bool:

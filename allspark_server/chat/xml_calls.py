@@ -44,18 +44,23 @@ class XmlParser(TaggedParser):
         arguments, opening = self._begin(name), "{"
         marker = yield from self._scan(ends, lambda text: None)
         while marker == self.parameter[0]:
-            key, marker = yield from self._collect((self.close,))
+            head, marker = yield from self._collect((self.close,))
             if marker is None:
                 return None
+            key, text = self._head(head)
             arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
             opening = ", "
-            yield from self._argument(arguments, name, key, self.parameter[1])
+            yield from self._argument(arguments, name, key, self.parameter[1], text)
             marker = yield from self._scan(ends, lambda text: None)
         if marker is not None:
             arguments("{}" if opening == "{" else "}")
         if marker == self.function[1]:
             marker = yield from self._scan((self.function[0], self.block[1]), lambda text: None)
         return marker
+
+    def _head(self, head: str) -> tuple[str, bool | None]:
+        """The key of an argument whose mark begins with `head`, and whether its value is text; None: see the schema."""
+        return head, None
 
 
 class SeedParser(XmlParser):
@@ -78,7 +83,7 @@ class XmlFormat(TaggedFormat):
     name = "qwen3_coder"
     parser_class: type[XmlParser] = XmlParser
     trigger = "<tool_call>"
-    markers = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    markers: tuple[str, ...] = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     template_signs = ("<function=",)
     key, value_end, pad = '[^<>"]+', "</parameter>", "\n"
 
@@ -90,12 +95,12 @@ class XmlFormat(TaggedFormat):
     def call(self, name: str, arguments: str, literal: Literal) -> str:
         """See TaggedFormat."""
         (begin, end), close = self.parser_class.function, self.parser_class.close
-        opening, closing = json.dumps(f"{begin}{name}{close}\n"), json.dumps(f"{end}\n")
+        opening, closing = literal(f"{begin}{name}{close}\n"), literal(f"{end}\n")
         return f"{opening} {arguments} {closing}"
 
-    def argument(self, key: str, literal: Literal) -> str:
+    def argument(self, key: str, text: bool | None, literal: Literal) -> str:
         """See TaggedFormat."""
-        return f"{json.dumps(self.parser_class.parameter[0])} {key} {json.dumps(self.parser_class.close)}"
+        return f"{literal(self.parser_class.parameter[0])} {key} {json.dumps(self.parser_class.close)}"
 
 
 class SeedFormat(XmlFormat):

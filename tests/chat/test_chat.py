@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import shutil
 
 import pytest
 import tokenizers
@@ -13,6 +15,7 @@ from allspark_client.chat import ChatOptions, check_messages
 from allspark_server.chat import Content, Reasoning, ToolCallArguments, ToolCallBegin, chat_format, chat_format_of
 from allspark_server.chat.format import FORMATS, TAIL_IDS, opened_in, render
 from allspark_server.guided import Guide, MatcherError
+from allspark_server.tokenizer import deepseek_v32
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from support.grammars import EOS, FABLE, VOCAB, walk
 from support.paths import ROOT
@@ -120,12 +123,24 @@ def test_the_format_is_the_checkpoints(caplog):
     assert chat_format_of({"default": "<|tool|>"}, "phi3") == "phi4_mini"
     assert chat_format_of({"default": "[func_name1(params_name1=params_value1)]<|python_tag|>"}, "llama") == "pythonic"
     assert chat_format_of({}, "Lfm2MoeForCausalLM") == "lfm2"
+    assert chat_format_of({"default": "'</arg_key><arg_value>'"}, "glm4_moe") == "glm47"
+    assert chat_format_of({}, "GlmMoeDsaForCausalLM") == "glm47"
+    assert chat_format_of({"default": "<tool_call>\n<function="}, "NemotronHForCausalLM") == "qwen3_coder"
+    assert chat_format_of({"default": "<TOOLCALL>["}, "NemotronHForCausalLM") == "nemotron_json"
+    assert chat_format_of({"default": "<{{ '｜DSML｜' }}function_calls>"}, "llama") == "deepseek_v32"
+    assert chat_format_of({}, "DeepseekV32ForCausalLM") == "deepseek_v32"
+    assert chat_format_of({"default": "<｜tool▁sep｜>"}, "DeepseekV32ForCausalLM") == "deepseek_v31"  # V3.2-Exp's
+    assert chat_format_of({"default": "'<tool_calls><tool_call>'"}, "llama") == "hunyuan"
+    assert chat_format_of({"default": "<tool_calls>[{\"name\""}, "llama") == "hunyuan"
+    assert chat_format_of({}, "HunYuanDenseV1ForCausalLM") == "hunyuan"
+    assert chat_format_of({"default": "'<function_calls>'"}, "llama") == "olmo3"
+    assert chat_format_of({}, "Olmo3ForCausalLM") == "olmo3"
     assert chat_format_of({}, "qwen3") == "hermes" and chat_format_of({}, "mistral") == "mistral"
     assert not caplog.records
     assert chat_format_of({"default": "{{ m.tool_calls }}"}, "llama") == "hermes"
     assert [record.getMessage()[:80] for record in caplog.records] == [
         "the form of tool calls in the chat template is not known: answers are parsed as 'hermes' unless"[:80]]
-    with pytest.raises(ValueError, match="chat_format='gpt' is not known; allowed: hermes, llama3, mistral, glm45, ha"):
+    with pytest.raises(ValueError, match="chat_format='gpt' is not known; allowed: hermes, llama3, mistral, glm45, gl"):
         chat_format("gpt")
 
 
@@ -206,6 +221,52 @@ def test_templates_get_calls_and_tools_in_their_own_form():
     taken = [CALLED | {"tool_calls": [CALLED["tool_calls"][0] | {"id": "functions.now:0"}]}]
     assert render(with_template(KIMI).templates, check_messages([*taken, *messages]), options).endswith(
         'functions.now:1<|tool_call_argument_begin|>{"zone": "UTC"}|functions.now:1|')
+
+
+def test_deepseek_v32_chats_as_its_program_says(tmp_path):
+    """The texts of encoding/encoding_dsv32.py, written out."""
+    shutil.copy(FABLE / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v32"}')
+    tokenizer = Tokenizer.from_dir(tmp_path)
+
+    def dsml(text):
+        return text.replace("DSML:", "｜DSML｜")
+
+    chat = [{"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "Hello! I am DeepSeek.", "reasoning_content": "thinking..."},
+            {"role": "user", "content": "1+1=?"}]
+    begun = ("<｜begin▁of▁sentence｜><｜User｜>hello<｜Assistant｜></think>Hello! I am DeepSeek.<｜end▁of▁sentence｜>"
+             "<｜User｜>1+1=?<｜Assistant｜>")
+    assert tokenizer.apply_chat_template(chat, thinking=True) == begun + "<think>"      # the model card's example
+    assert tokenizer.apply_chat_template(chat) == begun + "</think>"
+
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    calls = [{"function": {"name": "now", "arguments": {}}},
+             {"function": {"name": "now", "arguments": {"zone": "é\n", "more": [1, None]}}}]
+    chat = [{"role": "user", "content": "When?"},
+            {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls},
+            {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    text = tokenizer.apply_chat_template(chat, tools=[tool], thinking=True)
+    head, described, rest = text.partition(dsml(
+        '## Tools\n\nYou have access to a set of tools you can use to answer the user\'s question.\nYou can invoke '
+        'functions by writing a "<DSML:function_calls>" block like the following as part of your reply to the user:\n'))
+    assert head == "<｜begin▁of▁sentence｜>\n\n" and described
+    assert rest.endswith(
+        '<functions>\n{"name": "now", "parameters": {"type": "object", "properties": {}}}\n</functions>\n'
+        + dsml("<｜User｜>When?<｜Assistant｜><think>Hm.</think>\n\n<DSML:function_calls>\n"
+               '<DSML:invoke name="now">\n\n</DSML:invoke>\n<DSML:invoke name="now">\n'
+               '<DSML:parameter name="zone" string="true">é\n</DSML:parameter>\n'
+               '<DSML:parameter name="more" string="false">[1, null]</DSML:parameter>\n</DSML:invoke>\n'
+               "</DSML:function_calls><｜end▁of▁sentence｜>\n\n<function_results>\n<result>1</result>\n"
+               "<result>2</result>\n</function_results>\n\n<think>"))
+    with_system = tokenizer.apply_chat_template([{"role": "system", "content": "S"}, *chat], tools=[tool])
+    assert with_system.startswith("<｜begin▁of▁sentence｜>S\n\n## Tools\n") and with_system.count("## Tools") == 1
+    assert "Hm." not in with_system and with_system.endswith("</function_results>\n\n</think>")
+    with pytest.raises(ValueError, match="role=judge is not known; allowed: system, developer, user, assistant, tool"):
+        tokenizer.apply_chat_template([{"role": "judge", "content": "x"}])
+    own = tmp_path / "chat_template.jinja"      # V3.2-Exp has a template
+    own.write_text("own")
+    assert Tokenizer.from_dir(tmp_path).apply_chat_template(chat) == "own"
 
 
 @pytest.mark.parametrize("template, error", [
@@ -302,6 +363,7 @@ CALLS = {
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {"zone": "UTC"}}, '
                '{"name": "get_weather", "arguments": {"place": "x"}}]',
     "glm45": "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>\"UTC\"</arg_value>\n</tool_call>",
+    "glm47": '<tool_call>now<arg_key>zone</arg_key><arg_value>"UTC"</arg_value></tool_call>',
     "qwen3_coder": "<tool_call>\n<function=now>\n<parameter=zone>\n\"UTC\"\n</parameter>\n</function>\n</tool_call>",
     "seed_oss": "<seed:tool_call>\n<function=now>\n<parameter=zone>\"UTC\"</parameter>\n</function>\n</seed:tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n<parameter name="zone">"UTC"</parameter>\n</invoke>\n'
@@ -313,10 +375,15 @@ CALLS = {
                     "<｜tool▁calls▁end｜>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>"
                '{"zone": "UTC"}<|tool_call_end|><|tool_calls_section_end|>',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="zone" '
+                    'string="false">"UTC"</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "granite": '<|tool_call|>[{"name": "now", "arguments": {"zone": "UTC"}}]',
     "phi4_mini": '<|tool_call|>[{"name": "now", "arguments": {"zone": "UTC"}}]<|/tool_call|>',
+    "nemotron_json": '<TOOLCALL>[{"name": "now", "arguments": {"zone": "UTC"}}]</TOOLCALL>',
     "pythonic": "[now(zone=\"UTC\"), get_weather(city='x', days=[1, \"(\"])]",
     "lfm2": '<|tool_call_start|>[now(zone="UTC")]<|tool_call_end|>',
+    "olmo3": '<function_calls>now(zone="UTC")\nget_weather(city="x")</function_calls>',
+    "hunyuan": '<tool_calls><tool_call>now\n```json\n{"zone": "UTC"}\n```</tool_call></tool_calls>',
     "functiongemma": '<start_function_call>call:now{zone:"UTC"}<end_function_call>'
                      "<start_function_call>call:get_weather{city:<escape>x<escape>,days:{a:[1]}}<end_function_call>",
     "gemma4": '<|tool_call>call:now{zone:"UTC"}<tool_call|>',
@@ -443,6 +510,105 @@ def test_marks_that_are_special_tokens():
         assert len(walk(matcher, 0)) > 4 and matcher.must_stop
     finally:
         guide.close()
+
+
+def test_a_special_token_within_marks():
+    """DeepSeek-V3.2's marks are plain text around one token, which no text of a lexeme can hold."""
+    backend = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
+    backend.add_special_tokens(["｜DSML｜"])
+    tokenizer, guide = Tokenizer(backend, {}, {"default": ""}, "it"), Guide(backend.to_str(), VOCAB, [EOS])
+    form, text = chat_format("deepseek_v32"), CALLS["deepseek_v32"]
+    try:
+        assert tokenizer.encode(text).count(tokenizer.mark_id("｜DSML｜")) == 6
+        stream = tokenizer.detokenizer(form.markers)
+        pieces = [stream.push([i]) for i in tokenizer.encode(text)] + [stream.finish()]
+        assert parse("deepseek_v32", pieces) == ("", "", [("now", '{"zone": "UTC"}')])
+        options = ChatOptions(tools=TOOLS, tool_choice="required")
+        forced = guide.compile(calls_of(tokenizer, "deepseek_v32", options, "Hi"))
+        assert takes(forced, tokenizer, text) and not takes(forced, tokenizer, "I look: " + text)
+        for seed in range(6):
+            stream = tokenizer.detokenizer(form.markers)
+            ids = walk(forced.matcher([EOS]), seed, longest=3000)
+            content, reasoning, calls = parse("deepseek_v32", [stream.push(ids) + stream.finish()])
+            check_calls(calls)
+            assert not content and not reasoning
+        free = guide.compile(calls_of(tokenizer, "deepseek_v32", ChatOptions(tools=STRICT), "Hi"))
+        for fit in ("It is late, <b>.", "I look:\n\n" + text):
+            assert takes(free, tokenizer, fit), fit
+        assert not takes(free, tokenizer, "I look:\n\n" + text.replace("UTC", "UTX"))
+    finally:
+        guide.close()
+
+
+# The parts of the published templates that show calls: of Nemotron 3, Nemotron Nano 2, Hunyuan, OLMo 3, GLM-5 and 4.5.
+SHOWN = {
+    "qwen3_coder":
+        "{%- for m in messages %}{{- m.content ~ '\n' }}{%- for c in m.tool_calls %}{%- set c = c.function %}"
+        "{{- '<tool_call>\n<function=' ~ c.name ~ '>\n' -}}{%- for k, v in c.arguments|items %}"
+        "{{- '<parameter=' ~ k ~ '>\n' -}}{%- set v = v | tojson | safe if v is mapping or (v is sequence and "
+        "v is not string) else v | string %}{{- v ~ '\n</parameter>\n' -}}{%- endfor %}"
+        "{{- '</function>\n</tool_call>\n' -}}{%- endfor %}{%- endfor %}",
+    "nemotron_json":
+        "{%- for m in messages %}{%- set content = m['content'] %}{{- content.strip() + '\n\n<TOOLCALL>[' -}}"
+        "{%- for c in m.tool_calls -%}{%- set fn = c.function -%}"
+        "{{- '{\"name\": \"' + fn.name + '\", \"arguments\": ' -}}{%- if fn.arguments is string -%}"
+        "{{- fn.arguments -}}{%- else -%}{{- fn.arguments | tojson -}}{%- endif -%}"
+        "{{- '}' + (', ' if not loop.last else '') -}}{%- endfor -%}{{- ']</TOOLCALL>' -}}{%- endfor %}",
+    "hunyuan":
+        "{%- for message in messages %}{{- message['content'] }}{%- for tool in message['tool_calls'] %}"
+        "{%- set arguments = tool['function']['arguments'] %}{%- if arguments is not string %}"
+        "{%- set arguments = arguments | tojson %}{%- endif %}{%- set call = tool['function']['name'] + '\n```json\n' "
+        "+ arguments + '\n```</tool_call>' %}{{- '<tool_calls><tool_call>' + call if loop.first else "
+        "'\n<tool_call>' + call }}{%- endfor %}{{- '</tool_calls>' }}{%- endfor %}",
+    "olmo3":
+        "{%- for message in messages -%}{{- message['content'] + '<function_calls>' -}}"
+        "{%- for tool_call in message['tool_calls'] %}{%- set args = tool_call['function']['arguments'] -%}"
+        "{%- set ns = namespace(arguments_list=[]) -%}{%- for key, value in args.items() -%}"
+        "{%- set ns.arguments_list = ns.arguments_list + [key ~ '=' ~ (value | tojson)] -%}{%- endfor -%}"
+        "{{- tool_call['function']['name'] + '(' + ns.arguments_list | join(', ') + ')' -}}"
+        "{%- if not loop.last -%}{{ '\n' }}{%- endif -%}{%- endfor %}{{- '</function_calls>' -}}{%- endfor -%}",
+    "glm47":
+        "{%- for m in messages -%}{{ m.content.strip() }}{% for tc in m.tool_calls %}{%- set tc = tc.function %}"
+        "{{- '<tool_call>' ~ tc.name -}}{% set _args = tc.arguments %}{% for k, v in _args.items() %}<arg_key>{{ k }}"
+        "</arg_key><arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{% endfor %}"
+        "</tool_call>{% endfor %}{%- endfor -%}",
+    "glm45":
+        "{%- for m in messages -%}{{ m.content.strip() }}{% for tc in m.tool_calls %}\n{%- set tc = tc.function %}"
+        "{{ '\n<tool_call>' + tc.name }}\n{% set _args = tc.arguments %}{% for k, v in _args.items() %}\n"
+        "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}"
+        "</arg_value>\n{% endfor %}\n</tool_call>{% endfor %}{%- endfor -%}",
+    "deepseek_v32": deepseek_v32.CHAT,
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_calls_are_parsed_and_constrained_as_their_template_shows_them(guide, name):
+    tokenizer = with_template(SHOWN[name])
+    assert chat_format_of(tokenizer.chat_templates, "") == name
+    calls = [("get_weather", '{"city": "Paris"}'), ("get_weather", '{"city": "a \\"b\\"", "days": 2}'),
+             ("note", '{"text": "a\\nb"}'), ("ping", "{}")]
+    message = {"role": "assistant", "content": "I look.", "tool_calls": [
+        {"id": f"call_{i}", "type": "function", "function": {"name": called, "arguments": arguments}}
+        for i, (called, arguments) in enumerate(calls)]}
+    note = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "ping"}},
+             {"type": "function", "function": {"name": "note", "parameters": note}}]
+    options = ChatOptions(tools=tools, tool_choice="required")
+    text = render(tokenizer.templates, check_messages([message]), options)
+    text = text[text.index("I look."):].removesuffix("<｜end▁of▁sentence｜>").removesuffix("\n")
+    assert parse(name, [text], tools) == ("I look.", "", calls)
+    grammar = guide.compile(calls_of(tokenizer, name, options, "Hello"))
+    shown = text.removeprefix("I look.").lstrip()
+    assert takes(grammar, tokenizer, shown)
+    for other in (shown.replace("Paris", "Paris in France"), shown.replace("2", "x"), shown.replace("ping", "pong")):
+        assert not takes(grammar, tokenizer, other), other
+    one = guide.compile(calls_of(tokenizer, name, dataclasses.replace(options, parallel_tool_calls=False), "Hello"))
+    assert not takes(one, tokenizer, shown)
+
+
+def test_templates_of_nemotron_get_text_where_a_message_has_calls_alone():
+    text = render(with_template(SHOWN["nemotron_json"]).templates, check_messages([CALLED]), ChatOptions())
+    assert text == '\n\n<TOOLCALL>[{"name": "now", "arguments": {"zone": "UTC"}}]</TOOLCALL>'
 
 
 # ---- harmony --------------------------------------------------------------------------------------------------------

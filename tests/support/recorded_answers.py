@@ -55,6 +55,11 @@ RECORDED = [
      [("get_weather", '{"city": "12 \\"a\\"\\nb", "more": {"x": [1, "y"]}, "word": "a word"}')]),
     ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par", "", "",
      [("get_weather", '{"city": "Par')]),
+    ("glm47", "<think>I should look.</think><tool_call>get_weather<arg_key>city</arg_key><arg_value>Berlin</arg_value>"
+     "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call><tool_call>now</tool_call>", "", "I should look.",
+     [("get_weather", BERLIN), ("now", "{}")]),
+    ("glm47", "I look.<tool_call>get_weather<arg_key>city</arg_key><arg_value>Par", "I look.", "",
+     [("get_weather", '{"city": "Par')]),
     ("qwen3_coder", "Let me see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nBerlin\n</parameter>\n"
      "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n"
      "</tool_call>", "Let me see.", "", [("get_weather", BERLIN), ("now", "{}")]),
@@ -65,6 +70,9 @@ RECORDED = [
      [("get_weather", '{"city": "Par')]),
     ("qwen3_coder", "<tool_call>\n<function=get_we", "<tool_call>\n<function=get_we", "", []),
     ("qwen3_coder", "<tool_call>\nnow()\n</tool_call>", "<tool_call>\nnow()\n</tool_call>", "", []),
+    ("qwen3_coder", "<think>\nThe user asks.\n</think>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n"
+     "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>\n", "",
+     "The user asks.", [("get_weather", PARIS), ("now", "{}")]),   # Nemotron 3
     ("seed_oss", "<seed:think>The user asks.</seed:think>I look.\n<seed:tool_call>\n<function=get_weather>\n"
      "<parameter=city>Paris</parameter>\n</function>\n</seed:tool_call>", "I look.", "The user asks.",
      [("get_weather", PARIS)]),
@@ -92,6 +100,23 @@ RECORDED = [
     ("harmony", "<|channel|>final<|message|>It is 12", "It is 12", "", []),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", "", "Hm.", []),
     ("harmony", "Just text, < of no message.", "Just text, < of no message.", "", []),
+    *(("deepseek_v32", text.replace("DSML:", "｜DSML｜"), content.replace("DSML:", "｜DSML｜"), *rest)
+      for text, content, *rest in (
+          ('<think>Both.</think>I look.\n\n<DSML:function_calls>\n<DSML:invoke name="get_weather">\n<DSML:parameter '
+           'name="city" string="true">Berlin</DSML:parameter>\n<DSML:parameter name="days" string="false">2'
+           '</DSML:parameter>\n</DSML:invoke>\n<DSML:invoke name="now">\n\n</DSML:invoke>\n</DSML:function_calls>',
+           "I look.", "Both.", [("get_weather", BERLIN), ("now", "{}")]),
+          ('<DSML:function_calls>\n<DSML:invoke name="now">\n<DSML:parameter name="zone" string="true">["x" <b>]\n'
+           '</DSML:parameter>\n<DSML:parameter name="more" string="false">{"a":[1,null]}</DSML:parameter>\n'
+           '<DSML:parameter name="word" string="false">word</DSML:parameter>\n</DSML:invoke>\n</DSML:function_calls>',
+           "", "", [("now", '{"zone": "[\\"x\\" <b>]\\n", "more": {"a": [1, null]}, "word": "word"}')]),
+          ('<DSML:function_calls>\n<DSML:invoke name="get_weather">\n<DSML:parameter name="city">12</DSML:parameter>\n'
+           '<DSML:parameter name="days">2</DSML:parameter>\n</DSML:invoke>\n</DSML:function_calls> Done.', " Done.", "",
+           [("get_weather", '{"city": "12", "days": 2}')]),
+          ('<DSML:function_calls>\n<DSML:invoke name="now">\n<DSML:parameter name="zone" string="true">U', "", "",
+           [("now", '{"zone": "U')]),
+          ('<DSML:function_calls>\n<DSML:invoke name="no', '<DSML:function_calls>\n<DSML:invoke name="no', "", []),
+          ("a <DSML:function and DSML:", "a <DSML:function and DSML:", "", []))),
     ("deepseek_v3", "<think>\nA city.\n</think>\n\nI look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
      "function<｜tool▁sep｜>get_weather\n```json\n{\"city\": \"Paris\"}\n```<｜tool▁call▁end｜>\n"
      "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
@@ -145,6 +170,14 @@ RECORDED = [
     ("phi4_mini", "functools[ , {\"x\": 1}] b", "functools[ , {\"x\": 1}] b", "", []),
     ("phi4_mini", '<|tool_call|>[{"name": "now"}] So.<|tool_call|>[{"name": "now"}] Done.', " So. Done.", "",
      [("now", "{}"), ("now", "{}")]),
+    ("nemotron_json", "<think>\nThe user asks.\n</think>\n\nI look.\n\n<TOOLCALL>[{\"name\": \"get_weather\", "
+     '"arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]</TOOLCALL>\n', "I look.", "The user asks.",
+     [("get_weather", PARIS), ("now", "{}")]),
+    ("nemotron_json", '<TOOLCALL>[{"name": "now", "arguments": "{\\"zone\\": \\"UTC\\"}"}]', "", "",
+     [("now", '{"zone": "UTC"}')]),
+    ("nemotron_json", "It is late.<TOOLCALL>[]</TOOLCALL>", "It is late.", "", []),
+    ("nemotron_json", "<TOOLCALL>[ 1 ]</TOOLCALL> x", "<TOOLCALL>[ 1 ]</TOOLCALL> x", "", []),
+    ("nemotron_json", '<TOOLCALL>[{"name": "now", "arg', "", "", [("now", "")]),
     ("pythonic", "[get_weather(city='Pa\\'r)is', days=2), now()]", "", "",
      [("get_weather", '{"city": "Pa\'r)is", "days": 2}'), ("now", "{}")]),
     ("pythonic", 'get_weather(city="Paris")', 'get_weather(city="Paris")', "", []),
@@ -168,6 +201,15 @@ RECORDED = [
     ("lfm2", "<|tool_call_start|>[now(), other()]<|tool_call_end|>Done.", "other()]Done.", "", [("now", "{}")]),
     ("lfm2", "<|tool_call_start|>[now()] So.<|tool_call_start|>[now()] Done.", " So. Done.", "",
      [("now", "{}"), ("now", "{}")]),
+    ("olmo3", '<function_calls>get_weather(city="Paris")\nget_weather(city="Berlin", days=2)</function_calls>', "", "",
+     [("get_weather", PARIS), ("get_weather", BERLIN)]),
+    ("olmo3", "<think>Hm.</think>Sure.\n<function_calls>\nget_weather(city='Pa\\'r)is', days=null)\nnow()\n"
+     "</function_calls>", "Sure.", "Hm.", [("get_weather", '{"city": "Pa\'r)is", "days": null}'), ("now", "{}")]),
+    ("olmo3", '<function_calls>now(a=true, b=[1, {"c": false}], c=None)</function_calls>Done.', "Done.", "",
+     [("now", '{"a": true, "b": [1, {"c": false}], "c": null}')]),
+    ("olmo3", "<function_calls>other()</function_calls>", "<function_calls>other()</function_calls>", "", []),
+    ("olmo3", "<function_calls>now()\nother()</function_calls> x", "other() x", "", [("now", "{}")]),
+    ("olmo3", "<function_calls>now(zone='UT", "", "", [("now", "")]),
     ("functiongemma", "<start_function_call>call:get_weather{city:<escape>Ber\"lin<escape>,days:2}<end_function_call>"
      "<start_function_call>call:now{}<end_function_call>", "", "",
      [("get_weather", '{"city": "Ber\\"lin", "days": 2}'), ("now", "{}")]),
@@ -181,5 +223,19 @@ RECORDED = [
      [("now", '{"a": "NaN", "b": "1e999", "c": "x\\ny", "d": null, "e": "Nones"}')]),
     ("gemma4", "<|tool_call>x<|tool_call>call:now{} So.<|tool_call>call:now{} Done.", "<|tool_call>x So. Done.", "",
      [("now", "{}"), ("now", "{}")]),
+    ("hunyuan", "<think>\nEasy.\n</think>\n<answer>\nIt is 5.\n</answer>", "It is 5.", "Easy.", []),
+    ("hunyuan", "<think>\nBoth.\n</think>\n<answer>\nI look.\n<tool_calls><tool_call>get_weather\n```json\n"
+     '{"city": "Paris"}\n```</tool_call>\n<tool_call>now\n```json\n{"zone": "}"}\n```</tool_call></tool_calls>\n'
+     "</answer>", "I look.", "Both.", [("get_weather", PARIS), ("now", '{"zone": "}"}')]),
+    ("hunyuan", "<tool_calls>\n<tool_call>\nnow\n```json\n{}\n```\n</tool_call>\n</tool_calls>\n</answer>", "", "",
+     [("now", "{}")]),
+    ("hunyuan", '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": '
+     "{}}]</tool_calls>", "", "", [("get_weather", PARIS), ("now", "{}")]),
+    ("hunyuan", "Marks <answer> and </answer> within a text ", "Marks <answer> and </answer> within a text ", "", []),
+    ("hunyuan", "<answer> a <answer> b", "a <answer> b", "", []),
+    ("hunyuan", "<answ", "<answ", "", []),
+    ("hunyuan", "<tool_calls> [x]</tool_calls>", "<tool_calls> [x]</tool_calls>", "", []),
+    ("hunyuan", '<tool_calls><tool_call>now\n```json\n{"zo', "", "", [("now", '{"zo')]),
+    ("hunyuan", "<tool_calls><tool_call>now", "<tool_call>now", "", []),
     ("plain", "<think>a</think>b<tool_call>", "b<tool_call>", "a", []),
 ]
