@@ -361,12 +361,14 @@ def _up_to_token(mark: str, literal: Literal) -> tuple[str, str]:
     return text, written[end:]
 
 
-def after_text(name: str, mark: str, literal: Literal) -> str:
-    """The Lark rule of this name: any text up to and with a mark."""
+def after_text(name: str, mark: str, literal: Literal, count: str = "*") -> str:
+    """The Lark rule of this name: any text up to and with a mark. `count`: of its characters, as in a regular
+    expression.
+    """
     text, rest = _up_to_token(mark, literal)
     if rest:
-        return f"{name}: {name.upper()} {rest}\n{name.upper()}: /(?s:.*){escaped(text)}/"
-    return f"{name}[lazy]: /(?s:.*){escaped(mark)}/"
+        return f"{name}: {name.upper()} {rest}\n{name.upper()}: /(?s:.{count}){escaped(text)}/"
+    return f"{name}[lazy]: /(?s:.{count}){escaped(mark)}/"
 
 
 def text_without(mark: str, literal: Literal) -> str:

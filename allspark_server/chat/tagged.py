@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .format import ChatFormat, Literal, after_text, escaped, json_rule
+from .format import ChatFormat, Literal, after_text, json_rule
 from .parser import OutputParser, Steps
 
 
@@ -24,12 +24,12 @@ class TaggedParser(OutputParser):
         """Emits the value of the argument `key`, which the mark `end` ends, as JSON. `text`: whether it is plain text;
         None: the function's schema says it.
         """
-        if text is None:
-            properties = self.functions.get(function, {}).get("properties")
-            text = is_text(properties.get(key) if isinstance(properties, dict) else None)
-        if not text:
+        properties = self.functions.get(function, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        if not (is_text(schema) if text is None else text):
             value, _ = yield from self._collect((end,))
-            arguments(json_or_text(value.strip("\n") if self.padded else value))
+            value = value.strip("\n") if self.padded else value
+            arguments(json_or_text(value, schema if text is None else None))
             return
         first, held = self.padded, ""
 
@@ -81,42 +81,80 @@ class TaggedFormat(ChatFormat):
                 continue
             parts = []
             for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
-                begin, end = self.argument(json.dumps(key), is_text(value), literal), literal(self.value_end)
-                part = f"{begin} {pad}value_{i}_{j} {end}{gap}"
+                part = f"{self.argument(json.dumps(key), is_text(value), literal)} {pad}value_{i}_{j}{gap}"
                 parts.append(part if key in schema.get("required", ()) else f"({part})?")
-                lines.append(f"value_{i}_{j}: {value_rule(value, schema, plain=True, end=self.pad)}")
+                lines.append(self._value(f"value_{i}_{j}", value, schema, literal))
             lines.append(f"call_{i}: {self.call(function['name'], ' '.join(parts), literal)}")
         if any(function.get("parameters") is None for function in functions):
             lines += [f"pair: {self.argument(f'/{self.key}/', None, literal)} value{gap}",
                       after_text("value", self.value_end, literal)]
         return "\n".join(lines)
 
+    def _value(self, name: str, value: Any, schema: dict[str, Any], literal: Literal) -> str:
+        """The Lark rule of this name: a value by its schema `value`, which is a part of `schema`, and its end."""
+        end = self.pad + self.value_end
+        if is_text(value) and not _choices(value):
+            fewest, most = value.get("minLength", 0), value.get("maxLength", "")
+            return after_text(name, end, literal, f"{{{fewest},{most}}}" if fewest or most != "" else "*")
+        return f"{name}: ({value_rule(value, schema, plain=True)}) {literal(end)}"
 
-def json_or_text(value: str) -> str:
-    """The value as JSON: itself if it is JSON, otherwise a text."""
-    try:
-        return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        return json.dumps(value, ensure_ascii=False)
 
-
-def value_rule(value: Any, schema: dict[str, Any], plain: bool, end: str = "") -> str:
-    """The Lark text of a value by its schema `value`, which is a part of `schema`: JSON. `plain`: but text as it is,
-    without markup. `end`: what follows it; a lexeme of text takes all that it can, so this belongs to it.
+def json_or_text(value: str, schema: Any = None) -> str:
+    """The value as JSON: itself if it is JSON, otherwise a text. `schema`: of the value; where it allows texts, JSON of
+    a type that it does not allow is a text.
     """
-    follows = f" {json.dumps(end)}" if end else ""
+    try:
+        found = json.loads(value)
+        kinds = _kinds(schema)
+        if "string" not in kinds or kinds & _TYPES[type(found)]:
+            return json.dumps(found, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        pass
+    return json.dumps(value, ensure_ascii=False)
+
+
+_TYPES = {str: {"string"}, bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"},
+          dict: {"object"}, type(None): {"null"}}
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names, in its options too; empty if one of them names none."""
+    if not isinstance(schema, dict):
+        return set()
+    options = [option for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for option in schema[key]]
+    named = [part.get("type") if isinstance(part, dict) else None for part in options or [schema]]
+    listed = [[kind] if isinstance(kind, str) else kind for kind in named]
+    if not all(isinstance(kinds, list) for kinds in listed):
+        return set()
+    return {kind for kinds in listed for kind in kinds if isinstance(kind, str)}
+
+
+def value_rule(value: Any, schema: dict[str, Any], plain: bool) -> str:
+    """The Lark text of a value by its schema `value`, which is a part of `schema`: JSON. `plain`: but text as it is,
+    without markup.
+    """
     if plain and is_text(value):
-        if "enum" in value or "const" in value:
-            return " | ".join(json.dumps(text) + follows for text in value.get("enum", [value.get("const")]))
+        if choices := _choices(value):
+            return " | ".join(map(json.dumps, choices))
         most = value.get("maxLength", "")
-        return f"/[^<]{{{value.get('minLength', 0)},{most}}}{escaped(end)}/"
+        return f"/[^<]{{{value.get('minLength', 0)},{most}}}/"
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return json_rule({**value, **definitions} if isinstance(value, dict) else value) + follows
+    return json_rule({**value, **definitions} if isinstance(value, dict) else value)
 
 
 def is_text(value: Any) -> bool:
     """Whether the schema of a value says that it is text."""
-    return isinstance(value, dict) and value.get("type") == "string"
+    if not isinstance(value, dict):
+        return False
+    choices = _choices(value)
+    return value.get("type") == "string" or ("type" not in value and bool(choices)
+                                             and all(isinstance(choice, str) for choice in choices))
+
+
+def _choices(value: dict[str, Any]) -> list[Any]:
+    """The values that a schema lists."""
+    listed = value.get("enum")
+    return listed if isinstance(listed, list) else [value["const"]] if "const" in value else []
 
 
 def separated_arguments(

@@ -540,7 +540,7 @@ def test_a_special_token_within_marks():
         guide.close()
 
 
-# The parts of the published templates that show calls: of Nemotron 3, Nemotron Nano 2, Hunyuan, OLMo 3, GLM-5 and 4.5.
+# The parts of the published templates that show calls, qwen3_coder's from Nemotron 3.
 SHOWN = {
     "qwen3_coder":
         "{%- for m in messages %}{{- m.content ~ '\n' }}{%- for c in m.tool_calls %}{%- set c = c.function %}"
@@ -578,6 +578,42 @@ SHOWN = {
         "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}"
         "</arg_value>\n{% endfor %}\n</tool_call>{% endfor %}{%- endfor -%}",
     "deepseek_v32": deepseek_v32.CHAT,
+    "deepseek_v31":
+        "{%- for message in messages -%}{%- for tool in message['tool_calls'] -%}{%- if loop.first -%}"
+        "{{- message['content'] + '<｜tool▁calls▁begin｜>' }}{%- endif -%}{{- '<｜tool▁call▁begin｜>' + "
+        "tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments'] + '<｜tool▁call▁end｜>' }}"
+        "{%- endfor -%}{{- '<｜tool▁calls▁end｜>' }}{%- endfor -%}",
+    "kimi_k2":
+        "{%- for message in messages -%}{{- message['content'] -}}<|tool_calls_section_begin|>"
+        "{%- for tool_call in message['tool_calls'] -%}<|tool_call_begin|>{{ tool_call['id'] }}"
+        "<|tool_call_argument_begin|>{% if tool_call['function']['arguments'] is string %}"
+        "{{ tool_call['function']['arguments'] }}{% else %}{{ tool_call['function']['arguments'] | tojson }}{% endif %}"
+        "<|tool_call_end|>{%- endfor -%}<|tool_calls_section_end|>{%- endfor -%}",
+    "minimax_m2":
+        "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}{%- for message in messages -%}{{- message.content }}"
+        "{{- '\n' ~ toolcall_begin_token ~ '\n' }}{%- for tool_call in message.tool_calls -%}"
+        "{%- set tool_call = tool_call.function %}{{- '<invoke name=\"' + tool_call.name + '\">\n' }}"
+        "{%- for k, v in tool_call.arguments|items %}{{- '<parameter name=\"' + k + '\">' }}"
+        "{{- v | tojson | string if v is not string else v }}{{- '</parameter>\n' }}{%- endfor -%}"
+        "{{- '</invoke>' ~ '\n' }}{%- endfor -%}{{- '</minimax:tool_call>' }}{%- endfor -%}",
+    "seed_oss":
+        "{%- for message in messages -%}{{- message.content }}{%- for tool_call in message.tool_calls -%}"
+        "{%- set tool_call = tool_call.function %}{{- '\n<seed:tool_call>\n<function=' + tool_call.name + '>\n' }}"
+        "{%- for arg_name, arg_value in tool_call.arguments | items %}{{- '<parameter=' + arg_name + '>' }}"
+        "{%- set arg_value = arg_value if arg_value is string else arg_value | string %}"
+        "{{- arg_value + '</parameter>\n' }}{%- endfor %}{{- '</function>\n</seed:tool_call>' }}{%- endfor %}"
+        "{%- endfor -%}",
+    "gemma4":
+        "{%- for message in messages -%}{{- message.content }}{%- for tool_call in message['tool_calls'] -%}"
+        "{%- set function = tool_call['function'] -%}{{- '<|tool_call>call:' + function['name'] + '{' -}}"
+        "{%- for key, value in function['arguments'] | dictsort -%}{{- ',' if not loop.first -}}{{- key -}}:"
+        "{{- '<|\"|>' + value + '<|\"|>' if value is string else value -}}{%- endfor -%}{{- '}<tool_call|>' -}}"
+        "{%- endfor -%}{%- endfor -%}",
+    "hermes":
+        "{%- for message in messages -%}{{- message.content }}{%- for tool_call in message.tool_calls %}"
+        "{%- set tool_call = tool_call.function %}{{- '\n<tool_call>\n{\"name\": \"' }}{{- tool_call.name }}"
+        "{{- '\", \"arguments\": ' }}{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}{%- endfor %}"
+        "{%- endfor -%}",
 }
 
 
@@ -604,6 +640,44 @@ def test_calls_are_parsed_and_constrained_as_their_template_shows_them(guide, na
         assert not takes(grammar, tokenizer, other), other
     one = guide.compile(calls_of(tokenizer, name, dataclasses.replace(options, parallel_tool_calls=False), "Hello"))
     assert not takes(one, tokenizer, shown)
+
+
+PLAIN = {
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=a>VALUE</parameter>\n</function>\n</seed:tool_call>",
+    "glm47": "<tool_call>f<arg_key>a</arg_key><arg_value>VALUE</arg_value></tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("schema, value, expected", [
+    ({"type": "string"}, "a < b:\n  '</p>'", "a < b:\n  '</p>'"), ({"type": "string", "minLength": 2}, "<b>", "<b>"),
+    ({"enum": ["5", "<6>"]}, "5", "5"), ({"const": "null"}, "null", "null"),
+    ({"type": "string", "enum": ["true", "no"]}, "true", "true"),
+    ({"type": "integer"}, "5", 5), ({"enum": [5, "a"]}, "5", 5), ({"type": ["integer", "null"]}, "null", None),
+])
+def test_plain_values_are_of_the_types_of_their_schema(guide, name, schema, value, expected):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"a": schema}, "required": ["a"]}}}
+    text = PLAIN[name].replace("VALUE", value)
+    assert parse(name, text, [tool]) == ("", "", [("f", json.dumps({"a": expected}))])
+    tokenizer = with_template("")
+    grammar = guide.compile(calls_of(tokenizer, name, ChatOptions(tools=[tool], tool_choice="required"), "Hello"))
+    assert takes(grammar, tokenizer, text)
+
+
+@pytest.mark.parametrize("schema, value, expected", [
+    ({"type": ["string", "null"]}, "12", "12"), ({"type": ["string", "null"]}, "null", None),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12", 12),
+    ({"anyOf": [{"type": "string"}, {}]}, "12", 12), ({"type": ["string", "array"]}, "[1]", [1]),
+    ({"oneOf": [{"type": "string"}, {"type": "number"}]}, "1", 1), ({"$ref": "#/x"}, "1", 1), ({}, "a", "a"),
+    *((wrong, "1", 1) for wrong in ({"type": 5}, {"enum": 5}, {"anyOf": 5}, {"anyOf": [5]}, {"type": [5]}, 5, True)),
+])
+@pytest.mark.parametrize("name", PLAIN)
+def test_values_that_may_be_text_are_what_their_schema_allows(name, schema, value, expected):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
+    assert parse(name, PLAIN[name].replace("VALUE", value), [tool])[2] == [("f", json.dumps({"a": expected}))]
 
 
 def test_templates_of_nemotron_get_text_where_a_message_has_calls_alone():
