@@ -123,7 +123,7 @@ def _kinds(schema: Any) -> set[str]:
         return set()
     options = [option for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for option in schema[key]]
     named = [part.get("type") if isinstance(part, dict) else None for part in options or [schema]]
-    listed = [[kind] if isinstance(kind, str) else kind for kind in named]
+    listed: list[Any] = [[kind] if isinstance(kind, str) else kind for kind in named]
     if not all(isinstance(kinds, list) for kinds in listed):
         return set()
     return {kind for kinds in listed for kind in kinds if isinstance(kind, str)}
