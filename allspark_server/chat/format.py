@@ -332,7 +332,7 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     """The Lark rule of a response_format."""
     kind = response_format["type"]
     if kind == "regex":
-        return "/" + re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", response_format["regex"], flags=re.S) + "/"
+        return f"/{slashes_escaped(response_format['regex'])}/"
     if kind == "choice":
         return " | ".join(map(json.dumps, response_format["choice"]))
     if kind == "grammar":
@@ -376,6 +376,11 @@ def text_without(mark: str, literal: Literal) -> str:
     if _up_to_token(mark, literal)[1]:
         return "/(?s:.*)/"
     return f"/(?s:.*)/ & ~/(?s:.*){escaped(mark)}(?s:.*)/"
+
+
+def slashes_escaped(regex: str) -> str:
+    """A regular expression as Lark has it between slashes."""
+    return re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", regex, flags=re.S)
 
 
 def escaped(text: str) -> str:

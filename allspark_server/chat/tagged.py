@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
-from .format import ChatFormat, Literal, after_text, json_rule
+from .format import ChatFormat, Literal, after_text, escaped, json_rule, slashes_escaped
 from .parser import OutputParser, Steps
 
 
@@ -92,11 +93,21 @@ class TaggedFormat(ChatFormat):
 
     def _value(self, name: str, value: Any, schema: dict[str, Any], literal: Literal) -> str:
         """The Lark rule of this name: a value by its schema `value`, which is a part of `schema`, and its end."""
-        end = self.pad + self.value_end
         if is_text(value) and not _choices(value):
             fewest, most = value.get("minLength", 0), value.get("maxLength", "")
-            return after_text(name, end, literal, f"{{{fewest},{most}}}" if fewest or most != "" else "*")
-        return f"{name}: ({value_rule(value, schema, plain=True)}) {literal(end)}"
+            count = f"{{{fewest},{most}}}" if fewest or most != "" else "*"
+            if "pattern" not in value:
+                return after_text(name, self.pad + self.value_end, literal, count)
+            # An intersection cannot be lazy: it takes all that it can, so it has no "<", and the pad belongs to it.
+            pad, pattern = escaped(self.pad), slashes_escaped(str(value["pattern"]))
+            begin, finish = ("" if anchored else "(?s:.*)" for anchored in (pattern[:1] == "^", _ENDED.search(pattern)))
+            matching = f"{begin}(?:{_ENDED.sub('', pattern.removeprefix('^'))}){finish}"
+            return (f"{name}: {name.upper()} {literal(self.value_end)}\n"
+                    f"{name.upper()}: /[^<]{count}{pad}/ & /{matching}{pad}/")
+        return f"{name}: ({value_rule(value, schema, plain=True)}) {literal(self.pad + self.value_end)}"
+
+
+_ENDED = re.compile(r"(?<!\\)\$\Z")     # in a pattern that is anchored at its end
 
 
 def json_or_text(value: str, schema: Any = None) -> str:

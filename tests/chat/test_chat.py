@@ -589,6 +589,23 @@ def test_plain_values_are_of_the_types_of_their_schema(guide, name, schema, valu
     assert takes(grammar, tokenizer, text)
 
 
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("pattern, fits, others", [
+    ("^[a-z]+$", ["ab"], ["a1", "", "ab\n", "abcdefg"]), ("a/b", ["a/b", "xa/by"], ["ab"]),
+    ("^\\d{2}", ["12", "12x"], ["1x"]), ("x\\$", ["x$", "ax$b"], ["x"]),
+])
+def test_plain_texts_follow_the_pattern_of_their_schema(guide, name, pattern, fits, others):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"a": {"type": "string", "pattern": pattern, "maxLength": 6}},
+        "required": ["a"]}}}
+    tokenizer = with_template("")
+    grammar = guide.compile(calls_of(tokenizer, name, ChatOptions(tools=[tool], tool_choice="required"), "Hello"))
+    for text in fits:
+        assert takes(grammar, tokenizer, PLAIN[name].replace("VALUE", text)), text
+    for text in others:
+        assert not takes(grammar, tokenizer, PLAIN[name].replace("VALUE", text)), text
+
+
 @pytest.mark.parametrize("schema, value, expected", [
     ({"type": ["string", "null"]}, "12", "12"), ({"type": ["string", "null"]}, "null", None),
     ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
