@@ -64,6 +64,18 @@ def read_modules(directory: str | Path | None) -> SentenceModules:
     return SentenceModules(dense=tuple(dense), **found, **_prompts(directory / "config_sentence_transformers.json"))
 
 
+def module_files(directory: str | Path) -> list[str]:
+    """The names of the files that read_modules reads, below the directory; those that exist and others."""
+    path = Path(directory, "modules.json")
+    if not os.path.lexists(path):
+        return []
+    read_modules(directory)  # refuses paths to elsewhere
+    folders = [entry.get("path") or "" for entry in read_json_list(path)]
+    return [path.name, "config_sentence_transformers.json",
+            *(str(Path(folder, name)) for folder in folders for name in ("sentence_bert_config.json", "config.json")
+              if folder or name != "config.json")]
+
+
 def _pooling(path: Path) -> str:
     fields = Fields(read_json(path), path)
     if not fields.get("include_prompt", bool, True):

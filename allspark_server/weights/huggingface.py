@@ -19,6 +19,7 @@ from allspark_client.runtime_config import AsModelRuntimeConfigBuilder
 from allspark_client.types import RoPEScaleMethod, TargetDevice
 from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.models.adapters import with_adapters
+from allspark_server.models.sentence_modules import module_files
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import JSON, vocabulary_file
@@ -294,12 +295,15 @@ class HuggingFaceModel:
     def _copy_tokenizer(self, folder: Path) -> None:
         tokenizer_dir = self._opened().tokenizer_dir
         if tokenizer_dir is not None:
-            directory = Path(tokenizer_dir)
-            found = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
-            folder.mkdir(exist_ok=True)
-            for file in found:
-                with open_regular(file) as source, replacing(folder / file.name) as target:
+            directory, names = Path(tokenizer_dir), [*TOKENIZER_FILES, *module_files(tokenizer_dir)]
+            if not self._opened().graph.generates:
+                names.append("config.json")  # the names of labels
+            found = [name for name in names if (directory / name).exists()]
+            for name in found:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                with open_regular(directory / name) as source, replacing(folder / name) as target:
                     shutil.copyfileobj(source, target)
+            folder.mkdir(exist_ok=True)
 
     def _graph(self, how: Quantization | None) -> Graph:
         """The op list that is serialized."""

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
-from allspark_server import Engine
+from allspark_server import Engine, HuggingFaceModel
 from allspark_server.models import read_config
 from allspark_server.models.sentence_modules import read_modules
 from allspark_server.weights.checkpoint import open_model
@@ -104,6 +104,23 @@ def test_weight_formats(name, weights, least):
         for found, ids in zip(own.outputs(given), given):
             wanted = expected(name, ids, segments(name, ids))
             assert found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted) > least
+
+
+@pytest.mark.parametrize("name", some(ALL, ("xlm-roberta", "bert-classes", "qwen3-reranker")))
+def test_serialized_and_reloaded(name, tmp_path):
+    """The same bits and the same description from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
+    directory = shutil.copytree(encoder(name), tmp_path / "source")
+    add_wordpiece(directory)
+    HuggingFaceModel(directory, "m").serialize_to_path(None, tmp_path)
+    given = texts(name, (2, 65, 290))
+    for world in (1, 2):
+        sizes = {"max_step_tokens": 1024, "engine_max_batch": 3}
+        with Driver(directory, world, **sizes) as a, Driver(tmp_path / "m.asgraph", world, **sizes) as b:
+            assert a.outputs(given).tobytes() == b.outputs(given).tobytes()
+            assert a.info.max_length == b.info.max_length
+            for field in ("labels", "score_function", "pooling", "prompts", "embedding_size", "generates",
+                          "whole_texts"):
+                assert getattr(a.info, field) == getattr(b.info, field), field
 
 
 # -- the description ---------------------------------------------------------------------------------------------------
