@@ -137,8 +137,11 @@ def shortened(vectors: Array, info: ModelInfo, dimensions: int | None, normalize
 
 def scores_of(info: ModelInfo, logits: Sequence[Array] | Array) -> Array:
     """Scores [texts, labels] of a classifier's logits."""
-    x = np.array(logits, np.float64).reshape(len(logits), len(info.labels))
-    if info.score_function == "sigmoid":
+    values = 2 if info.score_function == "odds" else len(info.labels)
+    x = np.array(logits, np.float64).reshape(len(logits), values)
+    if info.score_function == "odds":
+        x = 1 / (1 + np.exp(x[:, 1:] - x[:, :1]))
+    elif info.score_function == "sigmoid":
         x = 1 / (1 + np.exp(-x))
     elif info.score_function == "softmax":
         x = np.exp(x - x.max(axis=1, keepdims=True)) if len(x) else x

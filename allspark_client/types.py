@@ -283,7 +283,8 @@ class ModelInfo:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str = ""            #: the name of the prompt of texts for which none is named; empty: none
     labels: list[str] = field(default_factory=list)     #: of a classifier; a reranker has one
-    #: what makes scores of a classifier's logits: "sigmoid", "softmax" or "identity"
+    #: what makes scores of a classifier's logits: "sigmoid", "softmax" or "identity"; of a reranker with two logits,
+    #: those of a yes and a no, "odds", the probability of the yes among both
     score_function: str = ""
     max_characters: int = 0             #: longer texts are certainly too long for max_length; 0: not known
     chat_format: str = ""               #: how answers spell tool calls and reasoning, see allspark_server.chat

@@ -290,6 +290,19 @@ def render(templates: ChatTemplates, messages: Sequence[Message], options: ChatO
     return text[:whole] if text[at:whole] == final.lstrip() else text[:at + len(final.strip())]
 
 
+def render_pair(templates: ChatTemplates, query: str, document: str, instruction: str = "") -> str | None:
+    """The prompt of a reranker that generates: its template has messages with the roles query and document, and the
+    instruction as a system message. None if it has no such template.
+    """
+    source = templates.sources.get("default", "")
+    if not all(f"'{role}'" in source or f'"{role}"' in source for role in ("query", "document")):
+        return None
+    in_parts = _traits(source)[0] or "content[0]" in source
+    roles = [("system", instruction)] * bool(instruction) + [("query", query), ("document", document)]
+    return templates.render([{"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+                             for role, text in roles])
+
+
 @functools.lru_cache(maxsize=64)
 def _traits(source: str) -> tuple[bool, bool]:
     """Whether a template takes content in parts, and whether it joins arguments of calls to texts. Searching a long one

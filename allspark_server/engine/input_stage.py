@@ -24,7 +24,7 @@ from allspark_client.types import Detokenized, ModelInfo
 
 from ..cache import SpanGroups, SpanKeys, scope
 from ..chat import ChatFormat, chat_format
-from ..chat.format import TAIL_IDS, opened_in, render
+from ..chat.format import TAIL_IDS, opened_in, render, render_pair
 from ..guided import Guidance, Guide, ReasoningBudget, ReasoningTokens
 from ..runtime.plan import Flag, SamplingParams
 from ..scheduler import NO_ADAPTER, TOKEN_BYTES, PromptOutputs, Sequence, StopRules
@@ -131,9 +131,24 @@ class InputStage:
                 f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
             )
         if pair is not None:
-            return tokenizer.encode_pair(text, pair)
+            return self._pair(tokenizer, text, pair)
         # A chat template writes the special tokens itself.
         return tokenizer.encode(text, add_special_tokens=not (bare or spec.messages is not None))
+
+    def _pair(self, tokenizer: Tokenizer, text: str, pair: str) -> list[int]:
+        """The ids of two texts to compare: by the chat template of rerankers that have one for that."""
+        info = self._info
+        if not info.whole_texts:
+            shown = render_pair(tokenizer.templates, text, pair, info.prompts.get(info.default_prompt, ""))
+            if shown is not None:
+                return tokenizer.encode(shown, add_special_tokens=False)
+            if info.score_function == "odds":
+                raise AllSparkError(
+                    AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                    f"model {info.name!r} compares texts by a chat template with the roles 'query' and 'document', and "
+                    "its checkpoint has none; give one as chat_template (--chat-template)",
+                )
+        return tokenizer.encode_pair(text, pair)
 
     def detokenize(self, ids: list[int]) -> Detokenized:
         """The text of ids, and the bytes of each."""

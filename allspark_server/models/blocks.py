@@ -286,6 +286,14 @@ def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str =
     if config.labels:
         return classify(graph, normed, "score", bias=False)
     name = embedding if config.tie_word_embeddings else head
+    if config.compared:
+        parts = tuple(Part(name, 1, None, token, config.vocab_size) for token in config.compared)
+        two = graph.weight(Weight(f"{name}.compared", parts, config.hidden_size))
+        scores = graph.linear(normed, two, None, out="scores")
+        if config.logit_scale != 1:
+            graph.scale(scores, config.logit_scale)
+        graph.hidden_states(graph.soft_cap(scores, config.logit_cap) if config.logit_cap else scores)
+        return graph
     weight = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     graph.hidden_states(normed)
     logits = graph.linear(normed, weight, None, out="logits")

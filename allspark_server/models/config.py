@@ -7,6 +7,7 @@ that the model files do not support (a sliding window where none is served, anot
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from allspark_server.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 from allspark_server.models.network import ModelConfig, RopeConfig
 from allspark_server.models.registry import ARCHITECTURES, known_architectures
 from allspark_server.models.rope_fields import read_rope, rescaled, sliding_rope
+from allspark_server.models.sentence_modules import read_modules
 from allspark_server.weights.files import read_json
 
 
@@ -26,7 +28,11 @@ def read_config(directory: str | Path, rope_scaling: dict[str, Any] | None = Non
     """
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
-    return config_of(fields, _eos_token_ids(fields, directory), rope_scaling)
+    config = config_of(fields, _eos_token_ids(fields, directory), rope_scaling)
+    if (compared := read_modules(directory).compared) and max(compared) >= config.vocab_size:
+        raise fields.error("vocab_size", f"is {config.vocab_size}, but the checkpoint's LogitScore has the tokens "
+                                         f"{', '.join(map(str, compared))}")
+    return replace(config, compared=compared)
 
 
 def config_of(fields: Fields, eos_token_ids: tuple[int, ...],

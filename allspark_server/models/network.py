@@ -225,7 +225,8 @@ class ModelConfig:
     expert_latent: features of the latent vector of a row that routed experts compute; 0 if they compute the row itself.
     latent: sizes of latent attention, which all layers have; None if none has.
     encoder: what encoders have besides layers; None for models that generate.
-    labels: the outputs of a classifier, 0 for other models.
+    labels: the outputs of a classifier, 0 for other models. compared: of a reranker, the ids of the tokens whose logits
+    are its output.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     """
@@ -269,6 +270,7 @@ class ModelConfig:
     latent: LatentConfig | None = _in_graph(None)
     encoder: EncoderConfig | None = _in_graph(None)
     labels: int = _in_graph(0)
+    compared: tuple[int, ...] = _in_graph(())
 
     @property
     def state_layers(self) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ _FUNCTIONS = {"Identity": "", "Tanh": "tanh", "GELU": "gelu", "ReLU": "relu", "S
 class SentenceModules:
     """pooling: "cls", "mean", "last", or "" if the checkpoint does not say. normalized: embeddings have length 1.
     prompts: texts that precede a text, by their names. default_prompt: the name of the one that texts get by default.
-    max_length: the most tokens of a text, 0 if it is the network's.
+    max_length: the most tokens of a text, 0 if it is the network's. compared: of a reranker that generates, the ids of
+    the tokens whose logits say that a document is relevant and, if there is one, that it is not.
     """
 
     pooling: str = ""
@@ -32,6 +33,7 @@ class SentenceModules:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     max_length: int = 0
+    compared: tuple[int, ...] = ()
 
 
 def read_modules(directory: str | Path | None) -> SentenceModules:
@@ -54,13 +56,15 @@ def read_modules(directory: str | Path | None) -> SentenceModules:
             found["pooling"] = _pooling(directory / place / "config.json")
         elif kind == "Dense":
             dense.append(_dense(directory / place / "config.json", place))
+        elif kind == "LogitScore":
+            found["compared"] = _compared(directory / place / "config.json")
         elif kind == "Normalize":
             found["normalized"] = True
         elif kind == "Transformer":
             found["max_length"] = _max_length(directory / place)
         elif kind != "Dropout":
             raise fields.error("type", f"is {fields.values['type']!r}: known modules are Transformer, Pooling, Dense, "
-                                       "Normalize and Dropout")
+                                       "Normalize, LogitScore and Dropout")
     return SentenceModules(dense=tuple(dense), **found, **_prompts(directory / "config_sentence_transformers.json"))
 
 
@@ -90,11 +94,22 @@ def _pooling(path: Path) -> str:
     return POOLINGS[mode]
 
 
+def _compared(path: Path) -> tuple[int, ...]:
+    fields = Fields(read_json(path), path)
+    ids = [fields.need("true_token_id", int), fields.get("false_token_id", int)]
+    found = tuple(i for i in ids if i is not None)
+    if min(found) < 0:
+        raise fields.error("true_token_id", f"is {ids[0]}, and false_token_id {ids[1]}: expected ids of tokens")
+    return found
+
+
 def _dense(path: Path, place: str) -> DenseLayer:
     fields = Fields(read_json(path), path)
     name = fields.get("activation_function", str, "torch.nn.modules.activation.Tanh").rsplit(".", 1)[-1]
     if name not in _FUNCTIONS:
         raise fields.error("activation_function", f"is {name!r}: known are {', '.join(_FUNCTIONS)}")
+    if fields.get("use_residual", bool, False):
+        raise fields.error("use_residual", "is true: only dense layers without a residual are served")
     return DenseLayer(place, fields.need_positive("in_features"), fields.need_positive("out_features"),
                       fields.get("bias", bool, True), _FUNCTIONS[name])
 

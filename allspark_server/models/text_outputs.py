@@ -25,6 +25,8 @@ def text_outputs(graph: Graph, directory: str | None) -> dict[str, Any]:
     width = graph.tensors[last.inputs[0]].width_of(0, 1)
     if graph.generates or last.inputs[0] != "scores":
         return {**found, "embedding_size": width}
+    if modules.compared:
+        return {**found, "labels": ["relevant"], "score_function": "odds" if len(modules.compared) > 1 else "sigmoid"}
     return {**found, **_labels(directory, width)}
 
 

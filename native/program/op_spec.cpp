@@ -413,7 +413,8 @@ Cost cost_rope(const Program& p, const OpNode& op, const StepSize& size) {
 
 Cost cost_span_attention(const Program& p, const OpNode& op, const StepSize& size) {
   const double cache = (size.context + size.rows) * size.position_bytes * op.integer("kv_heads");  // read and written
-  return {moved(p, op, size) + cache, size.seen * op.integer("q_heads") * 4 * op.integer("head_dim")};
+  const double seen = op.flag("bidirectional") ? 2 * size.seen - size.rows : size.seen;
+  return {moved(p, op, size) + cache, seen * op.integer("q_heads") * 4 * op.integer("head_dim")};
 }
 
 Cost cost_latent_attention(const Program& p, const OpNode& op, const StepSize& size) {

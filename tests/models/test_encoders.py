@@ -18,9 +18,10 @@ from allspark_server import Engine, HuggingFaceModel
 from allspark_server.models import read_config
 from allspark_server.models.sentence_modules import read_modules
 from allspark_server.weights.checkpoint import open_model
-from support.checkpoints import prompt_of
+from support.checkpoints import checkpoint, prompt_of, reference_logits
 from support.driver import Driver
 from support.encoders import ALL, CLS, ENCODERS, SEP, add_wordpiece, encoder, expected
+from support.tiny_tokenizer import add_tokenizer
 
 LENGTHS = (1, 2, 33, 64, 129, 290)
 FIRST = ("bert", "xlm-roberta", "modernbert", "embedding-gemma", "xlm-roberta-reranker")
@@ -319,6 +320,54 @@ def test_the_scores_are_those_of_sentence_transformers(engine, reranker, copied,
     engine.release_model(name)
 
 
+PAIR_TEMPLATE = """\
+{%- set wanted = messages | selectattr("role", "eq", "system") | map(attribute="content") | first -%}
+<|im_start|>system
+Judge.<|im_end|>
+<|im_start|>user
+<Instruct>: {{ wanted or "find answers" }}
+<Query>: {{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}
+<Document>: {{ messages | selectattr("role", "eq", "document") | map(attribute="content") | first }}<|im_end|>
+<|im_start|>assistant
+"""
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "granite"])
+def test_a_reranker_by_the_logits_of_two_tokens(engine, tmp_path, name):
+    """As Qwen3-Reranker: the probability of yes among yes and no, after a chat template with both texts."""
+    directory = shutil.copytree(checkpoint(name), tmp_path / "m")
+    add_tokenizer(directory, 400)
+    (directory / "modules.json").write_text(json.dumps([
+        {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
+        {"path": "1_LogitScore", "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"}]))
+    (directory / "1_LogitScore").mkdir()
+    (directory / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 301, "false_token_id": 17}))
+    own = installed(engine, "judge", directory)
+    with pytest.raises(AllSparkError, match="chat template with the roles 'query' and 'document'"):
+        engine.rerank(own, "what is red?", ["the house"])
+    engine.release_model(own)
+    (directory / "chat_template.jinja").write_text(PAIR_TEMPLATE)
+    (directory / "config_sentence_transformers.json").write_text(json.dumps({
+        "prompts": {"web": "find pages"}, "default_prompt_name": "web"}))
+    own = installed(engine, "judge", directory)
+    documents = ["the house is red", "two three four"]
+    found = engine.rerank(own, "what is red?", documents)
+    for document, score in zip(documents, found):
+        text = PAIR_TEMPLATE[PAIR_TEMPLATE.index("<|im_start|>"):].replace(
+            '{{ wanted or "find answers" }}', "find pages")
+        for part in ("query", "document"):
+            begin = text.index("{{")
+            text = text[:begin] + {"query": "what is red?", "document": document}[part] + text[text.index("}}") + 2:]
+        ids = engine.tokenize(own, {"text": "what is red?", "text_pair": document})
+        assert ids == engine.tokenize(own, {"text": text.rstrip("\n")}, bare=True)
+        logits = reference_logits(checkpoint(name), ids)
+        assert score == pytest.approx(1 / (1 + np.exp(logits[17] - logits[301])), abs=1e-5)
+    assert engine.get_model_info(own).labels == ["relevant"]
+    with pytest.raises(AllSparkError, match="a classifier and generates no tokens"):
+        engine.start_request(own, {"text": "the"})
+    engine.release_model(own)
+
+
 def test_what_encoders_do_not_have(engine):
     for field, value in (("speculation", "prompt_lookup"), ("host_cache_memory", 1 << 26)):
         with pytest.raises(AllSparkError, match=f"{field}=.*generates no tokens"):
@@ -328,7 +377,6 @@ def test_what_encoders_do_not_have(engine):
 
 
 def test_a_model_that_generates_embeds_with_its_checkpoints_pooling(engine, tmp_path):
-    from support.checkpoints import checkpoint
     directory = shutil.copytree(checkpoint("qwen3-tied"), tmp_path / "m")
     name = installed(engine, "qwen", directory)
     assert engine.get_model_info(name).pooling == "last"

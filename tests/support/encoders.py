@@ -120,7 +120,7 @@ def _write_modules(directory: Path, spec: Spec, generator: torch.Generator) -> N
         bias = activation != "Identity"
         (folder / "config.json").write_text(json.dumps({
             "in_features": inputs, "out_features": outputs, "bias": bias,
-            "activation_function": f"torch.nn.modules.linear.{activation}"}))
+            "activation_function": f"torch.nn.modules.{'activation' if bias else 'linear'}.{activation}"}))
         tensors = {"linear.weight": inputs ** -0.5 * torch.randn(outputs, inputs, generator=generator)}
         if bias:
             tensors["linear.bias"] = 0.3 * torch.randn(outputs, generator=generator)
@@ -193,4 +193,5 @@ def add_wordpiece(directory: Path, pair_separators: int = 1) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({
         "sep_token": "[SEP]", "cls_token": "[CLS]", "pad_token": "[PAD]",
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"][:: 2 - second],
         "tokenizer_class": "PreTrainedTokenizerFast"}))
