@@ -117,7 +117,7 @@ def test_generate_config_defaults():
         ("logit_bias", dict.fromkeys(range(1025), 1), ValueError, "at most 1024"),
         ("prompt_logprobs", 21, ValueError, "0 to 20"),
         ("prompt_logprobs", True, TypeError, "prompt_logprobs must be an int"),
-        ("pooling", "max", ValueError, "allowed: 'last', 'mean'"),
+        ("pooling", "max", ValueError, "allowed: 'auto', 'cls', 'last', 'mean'"),
         ("pooling", 1, TypeError, "pooling must be a str"),
         ("num_beams", 2, ValueError, "beam search is not offered"),
         ("num_beams", True, ValueError, "beam search"),

@@ -17,6 +17,7 @@ from allspark_server.http.embeddings import EmbeddingRequest
 from allspark_server.http.errors import ApiError
 from allspark_server.http.messages_wire import MessagesRequest, Prompt
 from allspark_server.http.responses_wire import ResponsesRequest
+from allspark_server.http.scoring import ClassifyRequest, RerankRequest, ScoreRequest
 from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from allspark_server.json_structure import MAX_BACKSLASHES, MAX_CONTAINERS, MAX_NAMES, MAX_VALUES, JsonStructure
 from support.http_helpers import MODEL, STORY, post, refusal
@@ -27,12 +28,16 @@ RIGHT = {
     CHAT: ({"messages": STORY, "max_tokens": 1}, ChatRequest),
     COMPLETIONS: ({"prompt": "Once", "max_tokens": 1}, CompletionRequest),
     "/v1/embeddings": ({"input": "Once"}, EmbeddingRequest),
+    "/v1/rerank": ({"query": "Once", "documents": ["Once"]}, RerankRequest),
+    "/v1/score": ({"text_1": "Once", "text_2": "Once"}, ScoreRequest),
+    "/v1/classify": ({"input": "Once"}, ClassifyRequest),
     "/v1/responses": ({"input": "Once", "max_output_tokens": 1}, ResponsesRequest),
     "/v1/messages": ({"messages": STORY, "max_tokens": 1}, MessagesRequest),
     "/v1/messages/count_tokens": ({"messages": STORY}, Prompt),
     "/tokenize": ({"prompt": "Once"}, TokenizeRequest),
     "/detokenize": ({"tokens": [1]}, DetokenizeRequest),
 }
+CUT = ("1", True, -2, 0, 2**31)
 TEXT, FLAG, NUMBER = ("x", ""), (True, False), (1, 1.5)
 MANY = list(range(3000))
 #: wrong values of fields, and the name in the error if it is not the field's
@@ -203,9 +208,37 @@ WRONG = {
         "input": (1, True, None, {}, [], [[]], [True], [1, "x"], ["x", 1], [-1], "", ["x", ""], ["x"] * 3000, [10**6],
                   "x " * 5000),
         "encoding_format": (1, "hex", []),
-        "dimensions": ("1", True, 0, -1, 1, 2**31),
+        "dimensions": ("1", True, 0, -1, 1000, 2**31),
         "user": (1, []),
-        "pooling": (1, "max"),
+        "pooling": (1, "max", "cls"),
+        "prompt_name": (1, [], "query"),
+        "normalize": (1, "true"),
+        "truncate_prompt_tokens": CUT,
+    },
+    "/v1/rerank": {
+        "model": GENERATION["model"],
+        "query": (1, True, None, {}, [], ["x"], ""),
+        "documents": (1, True, None, {}, [], "x", [1], [True], [{}], [{"text": 1}], [{"text": "x", "title": "y"}], [""],
+                      ["x"] * 3000),
+        "top_n": ("1", True, 0, -1, 2**31),
+        "return_documents": (1, "true"),
+        "truncate_prompt_tokens": CUT,
+        "max_tokens_per_doc": ("1", True, 0, -1, 2**31),
+        "priority": ("1", 1.5, []),
+        "user": (1, []),
+    },
+    "/v1/score": {
+        "model": GENERATION["model"],
+        "text_1": (1, True, None, {}, [], [1], [""], "", ["x"] * 3000, ["x", "y"]),
+        "text_2": (1, True, None, {}, [], [1], [""], "", ["x"] * 3000),
+        "truncate_prompt_tokens": CUT,
+        "user": (1, []),
+    },
+    "/v1/classify": {
+        "model": GENERATION["model"],
+        "input": (1, True, None, {}, [], [1], [""], "", ["x"] * 3000),
+        "truncate_prompt_tokens": ("1", True, -2, 2**31),
+        "user": (1, []),
     },
     "/tokenize": {
         "model": GENERATION["model"],
@@ -243,7 +276,8 @@ def test_wrong_fields(http_client, path):
             else:
                 assert (error["param"] or "").replace("[", ".").split(".")[0] == field, f"{shown}: {error}"
             assert error["message"] and len(error["message"]) < 1000
-    assert post(http_client, path, **right)
+    if path != "/v1/classify":  # the model is no classifier
+        assert post(http_client, path, **right)
 
 
 @pytest.mark.parametrize("path", RIGHT)
