@@ -43,6 +43,7 @@ class Architecture:
     window_pattern: int | None = None     # without layer_types: every n-th layer has no window; None: no such
     layer_types: bool = True              # layer_types is read; False: all layers are alike
     nope_layers: bool = False             # no_rope_layers is read: layers without rotary embedding
+    nope_globals: bool = False            # with a sliding_window, layers without it have no rotary embedding
     rope_theta: float = RopeConfig.theta
     rope_types: tuple[str, ...] = PLAIN_ROPE_TYPES
     partial_rotary: float | None = None   # default of partial_rotary_factor; None: only 1 is served

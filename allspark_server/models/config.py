@@ -136,6 +136,8 @@ def _layer_kinds(fields: Fields, architecture: Architecture) -> dict[str, tuple[
                                           f"expected {count} of full_attention or sliding_attention")
     if width is None and "sliding_attention" in types:
         raise fields.error("sliding_window", "is missing: layer_types holds sliding_attention")
+    if architecture.nope_globals and width:
+        rotated = [int(kind == "sliding_attention") for kind in types]
     windows = tuple(int(width or 0) if kind == "sliding_attention" else 0 for kind in types)
     return {"windows": windows if any(windows) else (),
             "unrotated": tuple(i for i in range(count) if not rotated[i])}

@@ -30,7 +30,8 @@ from support.invariance import (
 from support.units import GPUS
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
-FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases")
+FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases",
+            "exaone4", "arcee")
 RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *RECURRENT, *LATENT)
@@ -178,6 +179,8 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("ernie", "engine", test_prompt_in_chunks, {"chunk": 7}),
     ("hunyuan-biases", GROUP, test_in_a_batch_of_17_others, {}),
     ("ernie-moe", GROUP, test_prompt_in_chunks, {"chunk": 64}),
+    ("exaone4", GROUP, test_prefix_cache, {}),
+    ("arcee", "engine", test_prompt_in_chunks, {"chunk": 7}),
     ("qwen3-next", GROUP, test_everything_at_once, {}),
     ("qwen3-next", "engine", test_preemption, {}),
     ("qwen3-5-moe", GROUP, test_prefix_cache, {}),

@@ -1,5 +1,6 @@
-"""Dense families that differ from Llama (Phi-3, GLM-4, Gemma 2 and 3, OLMo 2 and 3) against transformers, and their
-properties: the same bits in every batch, any number of ranks, every weight format, and serialized.
+"""Dense families that differ from Llama (Phi-3, GLM-4, Gemma 2 and 3, OLMo 2 and 3, EXAONE 4, Arcee and others) against
+transformers, and their properties: the same bits in every batch, any number of ranks, every weight format, and
+serialized.
 
 By default only a part runs; -m "slow or not slow" runs all.
 """
@@ -291,7 +292,7 @@ def test_spelling_of_transformers_4(name, tmp_path):
         if kind == "longrope":
             values["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
         values["rope_scaling"] = None if kind == "default" else {"type": "su" if kind == "longrope" else kind, **rope}
-        if name in ("gemma2", "gemma3", "olmo3"):  # whose layers are as they are by default
+        if name in ("gemma2", "gemma3", "olmo3", "exaone4", "exaone4-mha"):  # whose layers are as they are by default
             values.pop("layer_types")
         if name == "gemma3":
             values["sliding_window_pattern"] = values.pop("_sliding_window_pattern")
@@ -334,6 +335,10 @@ def test_spelling_of_transformers_4(name, tmp_path):
     ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, "'rope_local_base_freq'.* is 0.0: it must be"),
     ("olmo2", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope': known types are default"),
     ("olmo3", {"sliding_window": None}, "'sliding_window'.* is missing: layer_types holds sliding_attention"),
+    ("exaone4", {"sliding_window": None}, "'sliding_window'.* is missing: layer_types holds sliding_attention"),
+    ("exaone4", {"layer_types": None, "sliding_window_pattern": "LLLG"},
+     "'sliding_window_pattern'.* is 'LLLG': expected int"),
+    ("arcee", {"hidden_act": "silu"}, "'hidden_act'.* is 'silu': only 'relu2' is supported"),
     ("granite", {"logits_scaling": 0}, "'logits_scaling'.* is 0.0: it must be positive"),
     ("hunyuan", {"use_cla": True}, "'use_cla'.* is True: only False is served"),
     ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": -1}}, "alpha'.* is -1.0: it must be positive"),

@@ -205,6 +205,14 @@ DENSE = {
     "hunyuan": Spec("hunyuan_v1_dense", _sizes(72, 14, 2, 151, head_dim=20, tie_word_embeddings=True, pad_token_id=0)
                     | _rope("dynamic", 1e4, alpha=50.0, factor=1.0)),
     "hunyuan-biases": Spec("hunyuan_v1_dense", _sizes(72, 6, 6, 131, head_dim=18, attention_bias=True, pad_token_id=0)),
+    # Three layers with a window and rotary embedding to one without both.
+    "exaone4": Spec("exaone4", _sizes(112, 14, 2, 151, 5, sliding_window=61) | _rope(
+        "llama3", 1e6, factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512)),
+    "exaone4-mha": Spec("exaone4", _sizes(72, 6, 6, 131, head_dim=18, sliding_window=None, tie_word_embeddings=True,
+                                          layer_types=["full_attention"] * 3)),
+    "arcee": Spec("arcee", _sizes(112, 14, 2, 151, head_dim=20) | _rope(
+        "yarn", 1e4, factor=4.0, original_max_position_embeddings=512)),
+    "arcee-biases": Spec("arcee", _sizes(96, 6, 3, 131, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
 }
 """Dense families whose networks are not Llama's, stored as float32."""
 
@@ -363,6 +371,8 @@ _CLASSES = {
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
     "ernie4_5": (transformers.Ernie4_5Config, transformers.Ernie4_5ForCausalLM),
     "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, transformers.HunYuanDenseV1ForCausalLM),
+    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
+    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
