@@ -38,12 +38,13 @@ def head_config(config: ModelConfig, stacked: bool) -> ModelConfig:
 
 
 def _merged(graph: Graph, x: Tensor, embedding_norm: str, hidden_norm: str, projection: str,
-            unit_offset: int = 0) -> Tensor:
-    """The projection of a row's embedding and hidden state, both normed."""
+            unit_offset: int = 0, hidden_first: bool = False) -> Tensor:
+    """The projection of a row's embedding and hidden state, both normed. hidden_first: their order is the other one."""
     size = graph.config.hidden_size
     more: dict[str, Any] = {"unit_offset": unit_offset} if unit_offset else {}
-    both = graph.concat(graph.rms_norm(x, embedding_norm, **more),
-                        graph.rms_norm(graph.kept_hidden(), hidden_norm, out="given_normed", **more))
+    parts = (graph.rms_norm(x, embedding_norm, **more),
+             graph.rms_norm(graph.kept_hidden(), hidden_norm, out="given_normed", **more))
+    both = graph.concat(*(reversed(parts) if hidden_first else parts))
     return graph.linear(both, graph.matrix(projection, size, 2 * size), None, out="merged")
 
 
@@ -69,3 +70,17 @@ def mtp_head(layer: Layer) -> DraftHead:
         return finish(graph, x, f"{prefix}.norm.weight", output, unit_offset=1).with_kept_hidden()
 
     return DraftHead("mtp", "fc.weight", "", build)
+
+
+def mimo_head(layer: Layer) -> DraftHead:
+    """MiMo's, whose projection takes the hidden state before the embedding. It feeds itself its hidden state after the
+    norm.
+    """
+    def build(config: ModelConfig, prefix: str, output: str) -> Graph:
+        graph, x = begin(config)
+        x = _merged(graph, x, f"{prefix}.token_layernorm.weight", f"{prefix}.hidden_layernorm.weight",
+                    f"{prefix}.input_proj.weight", hidden_first=True)
+        layer(graph, x, prefix, 0)
+        return finish(graph, x, f"{prefix}.final_layernorm.weight", output).with_kept_hidden()
+
+    return DraftHead("model.mtp_layers.0", "input_proj.weight", "", build)

@@ -20,6 +20,7 @@ from allspark_server.models import (
     hunyuan,
     lfm2,
     llama,
+    mimo,
     minimax,
     mixtral,
     modernbert,
@@ -38,7 +39,7 @@ from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss, phi3, glm,
+FAMILIES = (qwen2, mimo, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss, phi3, glm,
             glm4_moe, deepseek, minimax, gemma, olmo2, exaone4, arcee, seed_oss, granite, granite_hybrid, ernie,
             ernie_moe, hunyuan, qwen, chatglm, baichuan, bert, modernbert)
 

@@ -1,4 +1,6 @@
-"""Drafts by the model itself: heads of GLM-4.5, DeepSeek-V3, Qwen3-Next and Qwen3.5 against a float64 reference."""
+"""Drafts by the model itself: heads of GLM-4.5, DeepSeek-V3, Qwen3-Next, Qwen3.5 and MiMo against a float64
+reference.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from support import draft_heads
 from support.driver import Driver
 
 slow = pytest.mark.slow
-NAMES = [(name, world) if (name, world) == ("glm4-moe", 1) else pytest.param(name, world, marks=slow)
+NAMES = [(name, world) if (name, world) in (("glm4-moe", 1), ("mimo", 2)) else pytest.param(name, world, marks=slow)
          for name in draft_heads.SPECS for world in (1, 2)]
 
 

@@ -30,14 +30,15 @@ LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
 
 @dataclass(frozen=True)
 class Spec:
-    """A checkpoint: architecture family, fields of config.json, stored type, and the size of a shard (None: one
-    file).
+    """A checkpoint: architecture family, fields of config.json, stored type, the size of a shard (None: one file), and
+    the name of another architecture with the same network, which transformers does not have.
     """
 
     family: str
     fields: dict[str, Any] = field(hash=False)
     dtype: str = "float32"
     shard: str | None = None
+    architecture: str = ""
 
 
 def _rope(kind: str, theta: float = 10000.0, **more: Any) -> dict[str, Any]:
@@ -76,6 +77,10 @@ CONFIGS = {
     "smollm3-window-biases": Spec("smollm3", _sizes(72, 6, 6, 157, attention_bias=True, mlp_bias=True,
                                                     tie_word_embeddings=False, use_sliding_window=True,
                                                     sliding_window=33, no_rope_layers=[1, 0, 0], pad_token_id=0)),
+    "mimo": Spec("qwen2", _sizes(72, 14, 2, 151, head_dim=20) | _rope("default", 6.4e5),
+                 architecture="MiMoForCausalLM"),
+    "mimo-mha": Spec("qwen2", _sizes(96, 6, 6, 131, max_position_embeddings=1024) | _rope(
+        "yarn", 1e6, factor=4.0, original_max_position_embeddings=256), architecture="MiMoForCausalLM"),
 }
 """Most are stored as float32, a few as other types."""
 
@@ -440,6 +445,9 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
                 normal(buffer, 0.2)
     model = model.to(getattr(torch, spec.dtype))
     model.save_pretrained(directory, **({"max_shard_size": spec.shard} if spec.shard else {}))
+    if spec.architecture:
+        values = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**values, "architectures": [spec.architecture]}))
     return directory
 
 

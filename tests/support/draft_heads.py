@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.checkpoints import (
+    CONFIGS,
     EXPERTS,
     LATENT,
     NEAR_TIE,
@@ -35,7 +36,9 @@ DRAFTS = 3  # that check_drafts() asks for
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a head's tensors. one_plus: its norms multiply by 1 + w. normed: it feeds itself normed states."""
+    """Names of a head's tensors. one_plus: its norms multiply by 1 + w. normed: it feeds itself normed states.
+    hidden_first: its projection takes the hidden state before the embedding.
+    """
 
     layer: str
     embedding_norm: str
@@ -45,6 +48,7 @@ class Names:
     output: str
     one_plus: bool
     normed: bool
+    hidden_first: bool = False
 
 
 def next_n(layers: int) -> Names:
@@ -57,9 +61,13 @@ def next_n(layers: int) -> Names:
 MTP = Names("mtp.layers.0.", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight",
             "mtp.norm.weight", "", True, True)
 
-SPECS = {name: (EXPERTS | LATENT | RECURRENT)[name] for name in (
+MIMO = Names("model.mtp_layers.0.", "model.mtp_layers.0.token_layernorm.weight",
+             "model.mtp_layers.0.hidden_layernorm.weight", "model.mtp_layers.0.input_proj.weight",
+             "model.mtp_layers.0.final_layernorm.weight", "", False, True, True)
+
+SPECS = {name: (CONFIGS | EXPERTS | LATENT | RECURRENT)[name] for name in (
     "glm4-moe", "glm4-moe-plain", "deepseek-v3", "deepseek-v32", "glm4-moe-lite-plain", "qwen3-next", "qwen3-5",
-    "qwen3-5-moe")}
+    "qwen3-5-moe", "mimo")}
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -127,8 +135,8 @@ class Checkpoint:
             return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * (self.tensors[name] + self.names.one_plus)
 
         embeddings = self.tensors["model.embed_tokens.weight"][tokens]
-        both = torch.cat([normed(embeddings, self.names.embedding_norm), normed(states, self.names.hidden_norm)], -1)
-        return both @ self.tensors[self.names.projection].T
+        both = [normed(embeddings, self.names.embedding_norm), normed(states, self.names.hidden_norm)]
+        return torch.cat(both[::-1] if self.names.hidden_first else both, -1) @ self.tensors[self.names.projection].T
 
 
 def write(folder: Path, name: str, change: Any = None, **fields: Any) -> Checkpoint:
@@ -138,7 +146,10 @@ def write(folder: Path, name: str, change: Any = None, **fields: Any) -> Checkpo
     spec = replace(SPECS[name], fields={**SPECS[name].fields, **fields})
     source = write_checkpoint(folder / "model", spec)
     layer = write_checkpoint(folder / "head", one_layer(spec), seed=1)
-    names = MTP if spec.family.startswith("qwen") else next_n(spec.fields["num_hidden_layers"])
+    if spec.architecture == "MiMoForCausalLM":
+        names = MIMO
+    else:
+        names = MTP if spec.family.startswith("qwen") else next_n(spec.fields["num_hidden_layers"])
     tensors, head = tensors_of(source), tensors_of(layer)
     size = tensors["model.embed_tokens.weight"].shape[1]
     generator = torch.Generator().manual_seed(2)
