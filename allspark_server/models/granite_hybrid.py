@@ -12,7 +12,7 @@ from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_LAYERS, Fields
 from allspark_server.models.granite import factors
 from allspark_server.models.graph import Graph, Tensor
-from allspark_server.models.mamba import mamba_config, mamba_mixer
+from allspark_server.models.mamba import expanded_mamba, mamba_mixer
 from allspark_server.models.network import ExpertConfig, ModelConfig
 
 _STACKS = ("input_linear.weight", "output_linear.weight")
@@ -54,11 +54,6 @@ def _fields(fields: Fields) -> Fields:
                       moe_intermediate_size=fields.get("intermediate_size", int))
 
 
-_SIZES = {"heads": "mamba_n_heads", "head_dim": "mamba_d_head", "groups": "mamba_n_groups",
-          "state_dim": "mamba_d_state", "taps": "mamba_d_conv", "conv_bias": "mamba_conv_bias",
-          "bias": "mamba_proj_bias", "limits": "time_step_limit"}
-
-
 def _more(fields: Fields) -> dict[str, Any]:
     reject_other_values(fields, {"normalization_function": "rmsnorm"})
     count = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
@@ -73,11 +68,7 @@ def _more(fields: Fields) -> dict[str, Any]:
     more: dict[str, Any] = {**factors(fields), "unrotated": tuple(range(count)) if positions == "nope" else ()}
     layers = tuple(i for i, kind in enumerate(kinds) if kind == "mamba")
     if layers:
-        inner = fields.get("mamba_expand", int, 2) * fields.need_positive("hidden_size")
-        heads = fields.need_positive("mamba_n_heads", most=1 << 16)
-        size = fields.values.get("mamba_d_head", "auto")
-        sized = translated(fields, mamba_d_head=inner // heads) if size in ("auto", None) else fields
-        more["mamba"] = mamba_config(sized, layers, _SIZES, groups=1, state_dim=256, taps=4)
+        more["mamba"] = expanded_mamba(fields, layers)
     return more
 
 

@@ -207,9 +207,8 @@ class Graph:
         #: groups of full attention come first. Layers of an encoder share one place: no later step reads it
         self.cache_groups, self._places = [CacheGroup()], [(0, 0)] * config.num_layers
         if config.encoder is None:
-            self.cache_groups, self._places = place_layers(
-                config.windows, config.num_layers, (*config.state_layers, *config.mlp_layers),
-                config.latent is not None)
+            self.cache_groups, self._places = place_layers(config.windows, config.num_layers, config.spanless_layers,
+                                                           config.latent is not None)
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property

@@ -28,15 +28,29 @@ def mamba_mixer(graph: Graph, x: Tensor, prefix: str, mamba: MambaConfig) -> Ten
                       for block, begin in zip(blocks[first:end], begins))
         return linear_of_parts(graph, x, f"{prefix}.in_proj.{out}", parts, blocks[first:end], out, mamba.bias)
 
-    gate, mixed, steps = projected("output_gate", 0, 1), projected("mixed", 1, 4), projected("steps", 4, 5)
+    def scaled(out: str, index: int) -> Tensor:
+        y = projected(out, index, index + 1)
+        return graph.scale(y, mamba.factors[index]) if mamba.factors else y
+
+    gate = scaled("output_gate", 0)
+    if mamba.factors:
+        both = graph.op("concat", scaled("mixed_x", 1), scaled("mixed_b", 2), out="mixed_xb", blocks=blocks[1:3])
+        mixed = graph.op("concat", both, scaled("mixed_c", 3), out="mixed", blocks=blocks[1:4])
+    else:
+        mixed = projected("mixed", 1, 4)
+    steps = scaled("steps", 4)
     mixed = graph.causal_conv(mixed, f"{prefix}.conv1d", mamba.taps, bias=mamba.conv_bias)
     limits = {name: limit for name, limit in (("least_step", mamba.least_step), ("most_step", mamba.most_step))
               if limit is not None}
     y = graph.ssd(mixed, steps, prefix, mamba.state_dim, mamba.head_dim, **limits)
     norm = f"{prefix}.norm.weight"
-    if groups == 1:  # a norm over the heads of all ranks, of y * silu(gate)
-        graph.whole_norm(graph.sigmoid_gate(graph.multiply(y, gate), gate), norm)
-    else:
+    if mamba.norm == "values":
+        graph.whole_norm(y, norm)
+    if groups == 1 or mamba.norm != "products":
+        graph.sigmoid_gate(graph.multiply(y, gate), gate)
+    if groups == 1 and mamba.norm == "products":  # a norm over the heads of all ranks
+        graph.whole_norm(y, norm)
+    elif mamba.norm == "products":
         weight = graph.weight(Weight(norm, (Part(norm, mamba.inner, inner),)))
         graph.op("gated_rms_norm", y, gate, weights=(weight,), eps=graph.config.rms_norm_eps, head_dim=inner.size,
                  gate="silu", gate_first=1)
@@ -59,6 +73,22 @@ def mamba_config(fields: Fields, layers: tuple[int, ...], names: dict[str, str],
     return MambaConfig(layers, heads, size("head_dim", MAX_HEAD_DIM), groups, size("state_dim", MAX_HEAD_DIM),
                        size("taps", 64), fields.get(names["conv_bias"], bool, True),
                        fields.get(names["bias"], bool, False), least, most)
+
+
+_EXPANDED = {"heads": "mamba_n_heads", "head_dim": "mamba_d_head", "groups": "mamba_n_groups",
+             "state_dim": "mamba_d_state", "taps": "mamba_d_conv", "conv_bias": "mamba_conv_bias",
+             "bias": "mamba_proj_bias", "limits": "time_step_limit"}
+
+
+def expanded_mamba(fields: Fields, layers: tuple[int, ...], inner: int = 0) -> MambaConfig:
+    """Reads sizes under the names that begin with mamba_. inner: the features of all heads, 0: as mamba_expand says;
+    they give the size of a head where mamba_d_head is "auto".
+    """
+    inner = inner or fields.get("mamba_expand", int, 2) * fields.need_positive("hidden_size")
+    heads = fields.need_positive("mamba_n_heads", most=1 << 16)
+    if fields.values.get("mamba_d_head", "auto") in ("auto", None):
+        fields = Fields({**fields.values, "mamba_d_head": inner // heads}, fields.path)
+    return mamba_config(fields, layers, _EXPANDED, groups=1, state_dim=256, taps=4)
 
 
 def _limits(fields: Fields, name: str) -> tuple[float | None, float | None]:

@@ -129,7 +129,9 @@ class MambaConfig:
 
     heads, head_dim: of x. groups, state_dim: of B and C; each group serves as many heads. taps: rows of the convolution
     before it. conv_bias, bias: the convolution, and the matrices, have biases. least_step, most_step: limits of dt;
-    None if there are none.
+    None if there are none. norm: what the norm after it normalizes, "products" with the activated gate, or "values",
+    which are gated then; "" if there is no norm. factors: of the projections to gate, x, B, C and dt; empty if all
+    are 1.
     """
 
     layers: tuple[int, ...]
@@ -142,11 +144,28 @@ class MambaConfig:
     bias: bool = False
     least_step: float | None = None
     most_step: float | None = None
+    norm: str = "products"
+    factors: tuple[float, ...] = ()
 
     @property
     def inner(self) -> int:
         """The features of all heads."""
         return self.heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """Factors of the parts of a layer (Falcon-H1): of what attention and the state space take and return, of keys, of
+    the MLP's gate, and of what the MLP returns.
+    """
+
+    attention_in: float
+    attention_out: float
+    state_in: float
+    state_out: float
+    key: float
+    gate: float
+    down: float
 
 
 @dataclass(frozen=True)
@@ -220,7 +239,9 @@ class ModelConfig:
     head_norms: query and key heads are normalized; read where this is a choice.
     residual_scale, logit_scale: factors of what a layer adds to the residual stream, and of the logits.
     delta, conv, mamba: layers with the gated delta rule, with short convolutions, and with selective state spaces,
-    which have a state and no spans; None if there are none.
+    which have a state and, unless parallel is set, no attention; None if there are none.
+    parallel: layers with a state have attention beside it.
+    layer_factors: factors of the parts of every layer; read where this is a choice.
     mlp_layers: layers that are nothing but an MLP or experts.
     expert_latent: features of the latent vector of a row that routed experts compute; 0 if they compute the row itself.
     latent: sizes of latent attention, which all layers have; None if none has.
@@ -265,6 +286,8 @@ class ModelConfig:
     delta: DeltaConfig | None = _in_graph(None)
     conv: ConvConfig | None = _in_graph(None)
     mamba: MambaConfig | None = _in_graph(None)
+    parallel: bool = _in_graph(False)
+    layer_factors: LayerFactors | None = _in_graph(None)
     mlp_layers: tuple[int, ...] = _in_graph(())
     expert_latent: int = _in_graph(0)
     latent: LatentConfig | None = _in_graph(None)
@@ -274,8 +297,13 @@ class ModelConfig:
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """The layers that have a state and no spans."""
+        """The layers that have a state."""
         return tuple(layer for kind in (self.delta, self.conv, self.mamba) if kind for layer in kind.layers)
+
+    @property
+    def spanless_layers(self) -> tuple[int, ...]:
+        """The layers whose cache keeps no positions."""
+        return (*(() if self.parallel else self.state_layers), *self.mlp_layers)
 
     def window(self, layer: int) -> int:
         """The layer's sliding window in positions; 0 for full attention."""

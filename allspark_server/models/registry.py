@@ -5,12 +5,14 @@ from __future__ import annotations
 from allspark_server.models import (
     arcee,
     baichuan,
+    bamba,
     bert,
     chatglm,
     deepseek,
     ernie,
     ernie_moe,
     exaone4,
+    falcon_h1,
     gemma,
     glm,
     glm4_moe,
@@ -40,8 +42,8 @@ from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
 FAMILIES = (qwen2, mimo, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss, phi3, glm,
-            glm4_moe, deepseek, minimax, gemma, olmo2, exaone4, arcee, seed_oss, granite, granite_hybrid, ernie,
-            ernie_moe, hunyuan, qwen, chatglm, baichuan, bert, modernbert)
+            glm4_moe, deepseek, minimax, gemma, olmo2, exaone4, arcee, seed_oss, granite, granite_hybrid, bamba,
+            falcon_h1, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan, bert, modernbert)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

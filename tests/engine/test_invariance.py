@@ -32,7 +32,7 @@ from support.units import GPUS
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases",
             "exaone4", "arcee")
-RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid")
+RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *RECURRENT, *LATENT)
 GROUP = f"client-{len(GPUS) or 2}"
@@ -189,6 +189,9 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("nemotron-h", GROUP, test_everything_at_once, {}),
     ("nemotron-h", "engine", test_prefix_cache, {}),
     ("granite-hybrid", GROUP, test_preemption, {}),
+    ("bamba", "engine", test_everything_at_once, {}),
+    ("falcon-h1", GROUP, test_prefix_cache, {}),
+    ("falcon-h1", "engine", test_preemption, {}),
     ("deepseek-v2", GROUP, test_everything_at_once, {}),
     ("deepseek-v3-heads", "engine", test_prefix_cache, {}),
     ("deepseek-v32", GROUP, test_preemption, {}),

@@ -1,6 +1,6 @@
-"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4) against transformers, and their
-properties: the same bits in every batch and however a history is cut, checkpoints of states in the prefix cache and its
-host tier.
+"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1) against
+transformers, and their properties: the same bits in every batch and however a history is cut, checkpoints of states in
+the prefix cache and its host tier.
 
 By default only a part runs; -m "slow or not slow" runs all.
 """
@@ -339,6 +339,33 @@ def test_limits_of_steps_and_the_names_of_earlier_checkpoints(pattern, tmp_path)
 ])
 def test_configurations_of_granite_that_are_refused(change, problem, tmp_path):
     refused("granite-hybrid", change, problem, tmp_path)
+
+
+@pytest.mark.parametrize("name, change, problem", [
+    ("bamba", {"attn_layer_indices": []}, "'attn_layer_indices'.* is \\[\\]: expected numbers of layers, at least one"),
+    ("bamba", {"attn_layer_indices": [4]}, "'attn_layer_indices'.* from 0 to 3"),
+    ("bamba", {"attn_layer_indices": None}, "'attn_layer_indices'.* is missing"),
+    ("bamba", {"mamba_n_groups": 5}, r"'mamba_n_heads'.* is 12: mamba_n_groups \(5\) must divide it"),
+    ("falcon-h1", {"ssm_multipliers": [1, 2]}, r"'ssm_multipliers'.* is \[1, 2\]: expected 5 positive numbers"),
+    ("falcon-h1", {"mlp_multipliers": [0, 1.0]}, "'mlp_multipliers'.* expected 2 positive numbers"),
+    ("falcon-h1", {"key_multiplier": 0}, "'key_multiplier'.* is 0.0: it must be positive"),
+    ("falcon-h1", {"mlp_bias": True}, "'mlp_bias'.* is True: only False is served"),
+    ("falcon-h1", {"projectors_bias": True}, "'projectors_bias'.* is True: only False is served"),
+    ("falcon-h1", {"mamba_d_ssm": 0}, "'mamba_d_ssm'.* is 0: it must be positive"),
+    ("falcon-h1", {"mamba_rms_norm": True, "mamba_n_groups": 4},
+     "'mamba_norm_before_gate'.* is True: with mamba_n_groups=4 only False is served"),
+])
+def test_configurations_of_bamba_and_falcon_that_are_refused(name, change, problem, tmp_path):
+    refused(name, change, problem, tmp_path)
+
+
+@pytest.mark.parametrize("name, field", [("bamba", "mamba_d_head"), ("falcon-h1", "mamba_d_head"),
+                                         ("falcon-h1-norm", "mamba_expand")])
+def test_sizes_of_heads_follow_from_other_fields(name, field, tmp_path):
+    values = json.loads((checkpoint(name) / "config.json").read_text())
+    values[field] = "auto" if field == "mamba_d_head" else None
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path).mamba == read_config(checkpoint(name)).mamba
 
 
 def refused(name, change, problem, tmp_path):

@@ -292,6 +292,31 @@ RECURRENT = {
                                                    moe_shared_expert_intermediate_size=97, moe_latent_size=40,
                                                    norm_topk_prob=False, use_conv_bias=False, mlp_bias=False,
                                                    hybrid_override_pattern="*MEM", pad_token_id=0)),
+    # One group of B and C.
+    "bamba": Spec("bamba", _sizes(72, 6, 2, 151, 4, mamba_n_heads=12, mamba_d_state=20, attn_layer_indices=[1, 3],
+                                  pad_token_id=0) | _rope("default", 1e5)),
+    # Ranks have whole groups; biases, another number of taps.
+    "bamba-biases": Spec("bamba", _sizes(88, 4, 4, 131, 3, head_dim=24, mamba_n_heads=8, mamba_n_groups=4,
+                                         mamba_d_state=33, mamba_d_conv=3, mamba_proj_bias=True, mamba_conv_bias=False,
+                                         attn_layer_indices=[0], attention_bias=True, mlp_bias=True,
+                                         tie_word_embeddings=True, pad_token_id=0) | _rope("default", 1e4)),
+    # Attention and a state space in each layer, all factors, no norm.
+    "falcon-h1": Spec("falcon_h1", _sizes(72, 14, 2, 151, head_dim=20, mamba_d_ssm=96, mamba_n_heads=12,
+                                          mamba_d_state=20, embedding_multiplier=1.7, lm_head_multiplier=0.4,
+                                          mlp_multipliers=[0.7, 1.3], key_multiplier=0.6, attention_in_multiplier=1.2,
+                                          attention_out_multiplier=0.8, ssm_multipliers=[0.9, 1.4, 0.7, 1.2, 0.8],
+                                          ssm_in_multiplier=1.3, ssm_out_multiplier=0.6, pad_token_id=0)
+                      | _rope("default", 1e11)),
+    # Norms before the gate, one group, factors of 1, biases of attention.
+    "falcon-h1-norm": Spec("falcon_h1", _sizes(88, 4, 4, 131, mamba_d_ssm=None, mamba_n_heads=8, mamba_d_state=33,
+                                               mamba_d_conv=3, mamba_rms_norm=True, mamba_conv_bias=False,
+                                               attention_bias=True, tie_word_embeddings=True, pad_token_id=0)
+                           | _rope("default", 1e4)),
+    # Norms after the gate, whole groups.
+    "falcon-h1-groups": Spec("falcon_h1", _sizes(96, 6, 3, 131, 2, mamba_d_ssm=80, mamba_n_heads=8, mamba_n_groups=4,
+                                                 mamba_d_state=17, mamba_rms_norm=True, mamba_norm_before_gate=False,
+                                                 ssm_multipliers=[0.9, 1.4, 0.7, 1.2, 0.8], pad_token_id=0)
+                             | _rope("default", 1e4)),
 }
 """Layers with a state beside attention, stored as float32."""
 
@@ -390,6 +415,8 @@ _CLASSES = {
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
     "granitemoehybrid": (transformers.GraniteMoeHybridConfig, transformers.GraniteMoeHybridForCausalLM),
+    "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM),
+    "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
@@ -501,9 +528,12 @@ def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dt
     """`n` tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
     model, ids = reference_model(directory, dtype), torch.tensor([prompt])
     cache = transformers.DynamicCache(config=model.config)
-    tokens, gaps = [], []
+    tokens, gaps, more = [], [], {}
     for _ in range(n):
-        logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1].double()
+        if model.config.model_type == "bamba":  # it numbers the rows it is given from 0, whatever is in the cache
+            begin = len(prompt) + len(tokens) - ids.shape[1]
+            more = {"position_ids": torch.arange(begin, begin + ids.shape[1])[None]}
+        logits = model(ids, past_key_values=cache, use_cache=True, **more).logits[0, -1].double()
         best = torch.topk(logits, 2).values
         tokens.append(int(logits.argmax()))
         gaps.append(float((best[0] - best[1]) / logits.std()))
