@@ -1,5 +1,5 @@
-"""Granite 3 (dense): Llama's network with factors for the embedding, attention's scores, what a layer adds to the
-residual stream, and the logits.
+"""Granite 3, dense and with experts: Llama's network with factors for the embedding, attention's scores, what a layer
+adds to the residual stream, and the logits.
 """
 
 from __future__ import annotations
@@ -7,10 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 from allspark_server.models.architecture import Architecture
-from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection, routed_experts
+from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph, Tensor
-from allspark_server.models.network import ModelConfig
+from allspark_server.models.network import ExpertConfig, ModelConfig
+
+#: tensors of all experts of a layer
+STACKS = ("input_linear.weight", "output_linear.weight")
 
 
 def granite(config: ModelConfig) -> Graph:
@@ -28,7 +32,11 @@ def granite(config: ModelConfig) -> Graph:
         attended = graph.span_attention(qkv, layer, scale=config.query_scale)
         add(output_projection(graph, attended, f"{prefix}.self_attn", bias=bias))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        add(gated_mlp(graph, h, f"{prefix}.mlp", bias=config.mlp_bias))
+        if config.experts is None:
+            add(gated_mlp(graph, h, f"{prefix}.mlp", bias=config.mlp_bias))
+        else:
+            y = routed_experts(graph, h, f"{prefix}.block_sparse_moe", router="router.layer", stacks=STACKS)
+            add(graph.all_reduce(y))
     return finish(graph, x)
 
 
@@ -41,5 +49,13 @@ def factors(fields: Fields) -> dict[str, Any]:
             "residual_scale": factor("residual_multiplier"), "logit_scale": 1 / factor("logits_scaling")}
 
 
-ARCHITECTURES = {"GraniteForCausalLM": Architecture(granite, "granite", "Granite 3 (dense)",
-                                                    kv_heads_required=False, has_bias_fields=True, more=factors)}
+def _experts(fields: Fields, layers: int) -> ExpertConfig:
+    return routed(fields, intermediate="intermediate_size", normalized=True, number="num_local_experts", stacked=True)
+
+
+_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "more": factors}
+
+ARCHITECTURES = {
+    "GraniteForCausalLM": Architecture(granite, "granite", "Granite 3 (dense)", **_COMMON),
+    "GraniteMoeForCausalLM": Architecture(granite, "granitemoe", "Granite 3 with experts", experts=_experts, **_COMMON),
+}

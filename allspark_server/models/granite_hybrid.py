@@ -10,12 +10,10 @@ from allspark_server.models.architecture import Architecture, reject_other_value
 from allspark_server.models.blocks import begin, finish, output_projection, qkv_projection, routed_experts
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_LAYERS, Fields
-from allspark_server.models.granite import factors
+from allspark_server.models.granite import STACKS, factors
 from allspark_server.models.graph import Graph, Tensor
 from allspark_server.models.mamba import expanded_mamba, mamba_mixer
 from allspark_server.models.network import ExpertConfig, ModelConfig
-
-_STACKS = ("input_linear.weight", "output_linear.weight")
 
 
 def _mlp(graph: Graph, x: Tensor, prefix: str) -> Tensor:
@@ -25,7 +23,7 @@ def _mlp(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     y = graph.partial_linear(activated, f"{prefix}.shared_mlp.output_linear", inner, False, out="branch")
     if graph.config.experts is not None:
         experts = f"{prefix}.block_sparse_moe"
-        graph.add(y, routed_experts(graph, x, experts, router="router.layer", stacks=_STACKS, out="expert_sums"))
+        graph.add(y, routed_experts(graph, x, experts, router="router.layer", stacks=STACKS, out="expert_sums"))
     return graph.all_reduce(y)
 
 

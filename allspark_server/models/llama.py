@@ -1,11 +1,15 @@
 """Llama 2, 3, 3.1 and 3.2: optional biases on all four attention projections and on the MLP. Mistral and Ministral also
-have a sliding window on all layers, some or none. In SmolLM3 every fourth layer has no rotary embedding.
+have a sliding window on all layers, some or none; CWM has it on most. In SmolLM3 every fourth layer has no rotary
+embedding.
 """
 
 from __future__ import annotations
 
-from allspark_server.models.architecture import Architecture, with_classifiers
+from typing import Any
+
+from allspark_server.models.architecture import Architecture, translated, with_classifiers
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.fields import MAX_LAYERS, Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
@@ -27,6 +31,20 @@ def llama(config: ModelConfig) -> Graph:
     return finish(graph, x)
 
 
+def _cwm(fields: Fields) -> Fields:
+    """Defaults are the published model's, as in transformers: the first of four layers sees all positions, and the
+    rotary embedding is scaled.
+    """
+    values: dict[str, Any] = {}
+    if fields.get("layer_types", list) is None:
+        count = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
+        values["layer_types"] = ["sliding_attention" if i % 4 else "full_attention" for i in range(count)]
+    if not (fields.get("rope_parameters", dict) or fields.get("rope_scaling", dict)):
+        values["rope_scaling"] = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return translated(fields, **values)
+
+
 ARCHITECTURES = with_classifiers({
     "LlamaForCausalLM": Architecture(llama, "llama", "Llama 2, 3, 3.1, 3.2", kv_heads_required=False,
                                      has_bias_fields=True),
@@ -34,4 +52,5 @@ ARCHITECTURES = with_classifiers({
     "MinistralForCausalLM": Architecture(llama, "ministral", "Ministral", windows=True, window=4096),
     "SmolLM3ForCausalLM": Architecture(llama, "smollm3", "SmolLM3", has_bias_fields=True, windows=True,
                                        nope_layers=True, rope_theta=2e6, tied=True),
+    "CwmForCausalLM": Architecture(llama, "cwm", "CWM", windows=True, window=8192, rope_theta=1e6, translate=_cwm),
 }, "Llama", "Mistral")

@@ -9,9 +9,11 @@ from allspark_server.models import (
     bert,
     chatglm,
     deepseek,
+    dots1,
     ernie,
     ernie_moe,
     exaone4,
+    exaone_moe,
     falcon_h1,
     gemma,
     glm,
@@ -28,6 +30,7 @@ from allspark_server.models import (
     modernbert,
     nemotron_h,
     olmo2,
+    olmoe,
     phi3,
     qwen,
     qwen2,
@@ -42,8 +45,8 @@ from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
 FAMILIES = (qwen2, mimo, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss, phi3, glm,
-            glm4_moe, deepseek, minimax, gemma, olmo2, exaone4, arcee, seed_oss, granite, granite_hybrid, bamba,
-            falcon_h1, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan, bert, modernbert)
+            glm4_moe, deepseek, dots1, minimax, gemma, olmo2, olmoe, exaone4, exaone_moe, arcee, seed_oss, granite,
+            granite_hybrid, bamba, falcon_h1, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan, bert, modernbert)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

@@ -31,8 +31,7 @@ from support.checkpoints import (
 from support.driver import Driver, together
 
 slow = pytest.mark.slow
-QUICK = [pytest.param(name, marks=slow) if name in ("glm4-moe-plain", "minimax-m2-plain", "ernie-moe-plain") else name
-         for name in EXPERTS]
+QUICK = [pytest.param(name, marks=slow) if name.endswith("-plain") else name for name in EXPERTS]
 
 
 # -- against transformers ----------------------------------------------------------------------------------------------
@@ -199,11 +198,39 @@ def test_spellings_of_config_json(tmp_path):
     ("ernie-moe", {"moe_num_experts": None}, "'moe_num_experts'.* is missing"),
     ("ernie-moe", {"moe_layer_interval": 0}, "'moe_layer_interval'.* is 0: it must be positive"),
     ("ernie-moe", {"moe_num_shared_experts": -1}, "'moe_num_shared_experts'.* is -1: it must be from 0"),
+    ("olmoe", {"clip_qkv": 8.0}, "'clip_qkv'.* is 8.0: only None is served"),
+    ("granite-moe", {"num_local_experts": None}, "'num_local_experts'.* is missing"),
+    ("dots1", {"n_routed_experts": 7}, "'n_group'.* is 4: it must divide n_routed_experts \\(7\\)"),
+    ("dots1", {"layer_types": ["chunked_attention"] * 4}, "4 layers of chunked_attention: expected 4"),
+    ("exaone-moe", {"mlp_layer_types": ["sparse"]}, "'mlp_layer_types'.* must hold dense or sparse for each of 5"),
+    ("exaone-moe", {"sliding_window": None}, "'sliding_window'.* is missing: layer_types holds sliding_attention"),
+    ("hunyuan-moe", {"moe_topk": [3, 3, 2]}, r"'moe_topk'.* is \[3, 3, 2\]: only layers of the same size are served"),
+    ("hunyuan-moe", {"moe_intermediate_size": 100}, "'moe_intermediate_size'.* is 100: only 200 is served"),
+    ("hunyuan-moe", {"num_shared_expert": [2, 2, 2]}, "'num_shared_expert'.* is 2: only 1 is served"),
     ("mixtral", {"num_local_experts": 1 << 20}, "'num_local_experts'.* must be positive and at most 16384"),
 ])  # fmt: skip
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     with pytest.raises(AllSparkError, match=problem):
         read_config(changed(tmp_path, name, lambda values: values.update(change)))
+
+
+def test_published_spellings_of_families_with_experts(tmp_path):
+    """Lists with a number for each layer (Hunyuan); dense layers and windows by numbers (dots.llm1, K-EXAONE)."""
+    def read(name, change):
+        return read_config(changed(tmp_path, name, change))
+
+    def lists(values):
+        values |= {"moe_topk": [3] * 3, "num_experts": 10, "moe_intermediate_size": [200] * 3,
+                   "num_shared_expert": [1] * 3, "use_mixed_mlp_moe": True}
+
+    def numbers(values):
+        values.pop("layer_types")
+        values.pop("mlp_layer_types", None)
+
+    expected = {name: read(name, lambda _values: None) for name in ("hunyuan-moe", "dots1", "exaone-moe")}
+    assert read("hunyuan-moe", lists) == expected["hunyuan-moe"]
+    assert read("dots1", numbers) == expected["dots1"] and expected["dots1"].windows == (0, 0, 61, 61)
+    assert read("exaone-moe", numbers) == expected["exaone-moe"] and expected["exaone-moe"].unrotated == (3,)
 
 
 @pytest.mark.parametrize("form, group", [("auto", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)])

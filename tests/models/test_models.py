@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from allspark_server.models import read_config
 from allspark_server.models.rotary import rotary_of
@@ -149,3 +149,16 @@ def test_spelling_of_transformers_4(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values))
     shutil.copy(directory / "generation_config.json", tmp_path)
     assert read_config(tmp_path) == read_config(directory)
+
+
+def test_defaults_of_cwm(tmp_path):
+    """Without layer_types and a rotary embedding, both are as transformers' config class makes them."""
+    values = json.loads((checkpoint("cwm") / "config.json").read_text())
+    for name in ("layer_types", "rope_parameters"):
+        values.pop(name)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    config, expected = read_config(tmp_path), transformers.CwmConfig(num_hidden_layers=5)
+    assert config.windows == tuple(61 * (kind == "sliding_attention") for kind in expected.layer_types)
+    rope = expected.rope_parameters
+    assert (config.rope.type, config.rope.theta, config.rope.factor, config.rope.original_max) == (
+        rope["rope_type"], rope["rope_theta"], rope["factor"], rope["original_max_position_embeddings"])

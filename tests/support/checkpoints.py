@@ -77,6 +77,11 @@ CONFIGS = {
     "smollm3-window-biases": Spec("smollm3", _sizes(72, 6, 6, 157, attention_bias=True, mlp_bias=True,
                                                     tie_word_embeddings=False, use_sliding_window=True,
                                                     sliding_window=33, no_rope_layers=[1, 0, 0], pad_token_id=0)),
+    "cwm": Spec("cwm", _sizes(96, 6, 2, 141, layers=5, head_dim=20, sliding_window=61) | _rope(
+        "llama3", 1e6, factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512)),
+    "cwm-mha": Spec("cwm", _sizes(72, 6, 6, 131, head_dim=18, sliding_window=33, tie_word_embeddings=True, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"]) | _rope(
+            "yarn", 1e4, factor=4.0, original_max_position_embeddings=512)),
     "mimo": Spec("qwen2", _sizes(72, 14, 2, 151, head_dim=20) | _rope("default", 6.4e5),
                  architecture="MiMoForCausalLM"),
     "mimo-mha": Spec("qwen2", _sizes(96, 6, 6, 131, max_position_embeddings=1024) | _rope(
@@ -135,6 +140,38 @@ EXPERTS = {
                                                    moe_num_experts=7, moe_num_shared_experts=0, pad_token_id=0,
                                                    moe_layer_start_index=0, moe_layer_interval=2,
                                                    tie_word_embeddings=False)),
+    "olmoe": Spec("olmoe", _sizes(112, 14, 2, 200, num_experts=10, num_experts_per_tok=3, norm_topk_prob=True)
+                  | _rope("default", 1e5)),
+    "olmoe-plain": Spec("olmoe", _sizes(96, 6, 3, 37, num_experts=7, num_experts_per_tok=2, attention_bias=True,
+                                        tie_word_embeddings=True)),
+    "granite-moe": Spec("granitemoe", _sizes(112, 14, 2, 200, num_local_experts=10, num_experts_per_tok=3,
+                                             embedding_multiplier=0.3, attention_multiplier=0.2,
+                                             residual_multiplier=0.4, logits_scaling=3.0, tie_word_embeddings=True,
+                                             pad_token_id=0) | _rope("default", 1e6)),
+    "granite-moe-plain": Spec("granitemoe", _sizes(72, 6, 6, 37, num_local_experts=7, num_experts_per_tok=7,
+                                                   attention_bias=True, pad_token_id=0)),
+    # As glm4-moe, with windows on the last layers.
+    "dots1": Spec("dots1", _sizes(72, 14, 2, 151, 4, head_dim=20, moe_intermediate_size=176, n_routed_experts=12,
+                                  num_experts_per_tok=3, n_group=4, topk_group=2, n_shared_experts=2,
+                                  first_k_dense_replace=1, routed_scaling_factor=1.7, norm_topk_prob=True,
+                                  sliding_window=61, max_window_layers=2) | _rope("default", 1e5)),
+    "dots1-plain": Spec("dots1", _sizes(96, 6, 3, 131, head_dim=16, moe_intermediate_size=37, n_routed_experts=7,
+                                        num_experts_per_tok=2, n_shared_experts=1, attention_bias=True,
+                                        sliding_window=None, tie_word_embeddings=True)),
+    # Three layers with a window and rotary embedding to one without both; a dense layer, groups of experts.
+    "exaone-moe": Spec("exaone_moe", _sizes(112, 14, 2, 151, 5, moe_intermediate_size=176, num_experts=12,
+                                            num_experts_per_tok=3, n_group=4, topk_group=2, sliding_window=61)
+                       | _rope("default", 1e6)),
+    "exaone-moe-plain": Spec("exaone_moe", _sizes(72, 6, 6, 131, head_dim=18, moe_intermediate_size=37, num_experts=7,
+                                                  num_experts_per_tok=2, sliding_window=33, norm_topk_prob=False,
+                                                  routed_scaling_factor=1.3, num_shared_experts=2,
+                                                  layer_types=["full_attention", "sliding_attention", "full_attention"],
+                                                  mlp_layer_types=["sparse", "dense", "sparse"])),
+    "hunyuan-moe": Spec("hunyuan_v1_moe", _sizes(72, 14, 2, 200, head_dim=20, num_experts=10, moe_topk=3,
+                                                 tie_word_embeddings=True, pad_token_id=0)
+                        | _rope("dynamic", 1e4, alpha=50.0, factor=1.0)),
+    "hunyuan-moe-plain": Spec("hunyuan_v1_moe", _sizes(96, 6, 3, 37, head_dim=16, num_experts=7, moe_topk=2,
+                                                       attention_bias=True, pad_token_id=0)),
 }
 """Models with experts, stored as float32."""
 
@@ -390,6 +427,7 @@ _CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
@@ -411,6 +449,11 @@ _CLASSES = {
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
+    "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
+    "exaone_moe": (transformers.ExaoneMoeConfig, transformers.ExaoneMoeForCausalLM),
+    "hunyuan_v1_moe": (transformers.HunYuanMoEV1Config, transformers.HunYuanMoEV1ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "lfm2_moe": (transformers.Lfm2MoeConfig, transformers.Lfm2MoeForCausalLM),
@@ -486,7 +529,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def load_plain(directory: Path, dtype: torch.dtype):
     """A new model of transformers whose kernels take any size and type."""
     plain = {"attn_implementation": "eager"}
-    if {"num_experts_per_tok", "moe_k"} & set(json.loads((directory / "config.json").read_text())):
+    if {"num_experts_per_tok", "moe_k", "moe_topk"} & set(json.loads((directory / "config.json").read_text())):
         plain["experts_implementation"] = "eager"  # others want aligned rows
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()
 
