@@ -290,6 +290,8 @@ class ModelInfo:
     chat_format: str = ""               #: how answers spell tool calls and reasoning, see allspark_server.chat
     #: whether the chat template has tools of a form that is not known, so that calls are perhaps not recognized
     chat_format_guessed: bool = False
+    #: layers of the draft head: draft i of a step comes from layer i, further ones from the last; 0: there is no head
+    draft_layers: int = 0
     reasoning: bool = False             #: whether requests may limit reasoning (thinking_token_budget)
     #: values of GenerateConfig that the checkpoint's generation_config.json recommends. The HTTP server applies them;
     #: engines do not

@@ -88,8 +88,8 @@ class ServedModel:
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
             masks=len(masks.bits) // DEPTH if masks is not None else 0, recompute_beyond=info.long_rope_original,
             windows=tuple(info.cache_windows), state_spans=info.state_spans,
-            # a head drafts with one layer and was made for one token: begin with little, it grows by itself
-            first_drafts=2 if config.speculation == "mtp" else Limits.first_drafts,
+            # a layer of a head was made for one token: begin with little, it grows by itself
+            first_drafts=max(2, info.draft_layers) if config.speculation == "mtp" else Limits.first_drafts,
             whole=step_tokens(config) if info.whole_texts else 0,
         )
         self.scheduler = QuarantineScheduler(limits, pool, prefix)

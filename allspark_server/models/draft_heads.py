@@ -1,5 +1,6 @@
-"""Draft heads that checkpoints bring (multi-token prediction, arXiv 2412.19437, section 2.2): one more layer, which
-drafts the tokens after the next one from the model's hidden states. Of several heads the first is used, repeatedly.
+"""Draft heads that checkpoints bring (multi-token prediction, arXiv 2412.19437, section 2.2): one or several more
+layers, which draft the tokens after the next one from the model's hidden states. Layer i makes draft i from the states
+of the layer before it, and the last layer makes all further drafts from its own. Each layer is a network of its own.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ Layer = Callable[[Graph, Tensor, str, int], None]
 class DraftHead:
     """A family's draft head.
 
-    prefix: of the names of its tensors, with {layers} for the number of layers. mark: the name of a tensor that every
-    checkpoint with a head has, without the prefix. output: the same of an output matrix of its own, "" if it has none.
-    build: makes the graph from the head's config, the prefix and the name of the output matrix.
+    prefix: of the names of a layer's tensors, with {index} for its index in the head and {number} for that plus the
+    number of the model's layers. mark: the name of a tensor that every such layer has, without the prefix. output: the
+    same of an output matrix of its own, "" if it has none. shared: prefix of the names of tensors that all layers
+    share, "" if there are none. build: makes a layer's graph from its config, the prefix and the name of the output
+    matrix.
     """
 
     prefix: str
     mark: str
     output: str
+    shared: str
     build: Callable[[ModelConfig, str, str], Graph]
 
 
 def head_config(config: ModelConfig, stacked: bool) -> ModelConfig:
-    """The config of a draft head: one layer, with experts if the model has some. stacked: see ExpertConfig."""
+    """The config of a draft head's layer, with experts if the model has some. stacked: see ExpertConfig."""
     experts = config.experts and replace(config.experts, dense_layers=(), stacked=stacked)
     return replace(config, num_layers=1, experts=experts, delta=None)
 
@@ -49,7 +53,7 @@ def _merged(graph: Graph, x: Tensor, embedding_norm: str, hidden_norm: str, proj
 
 
 def next_n_head(layer: Layer) -> DraftHead:
-    """DeepSeek's and GLM's, stored as one more layer. It feeds itself its hidden state before the norm."""
+    """DeepSeek's and GLM's, stored as further layers. The next layer takes the hidden state before the norm."""
     def build(config: ModelConfig, prefix: str, output: str) -> Graph:
         graph, x = begin(config)
         x = _merged(graph, x, f"{prefix}.enorm.weight", f"{prefix}.hnorm.weight", f"{prefix}.eh_proj.weight")
@@ -57,24 +61,27 @@ def next_n_head(layer: Layer) -> DraftHead:
         graph.keep_hidden(x)
         return finish(graph, x, f"{prefix}.shared_head.norm.weight", output)
 
-    return DraftHead("model.layers.{layers}", "eh_proj.weight", "shared_head.head.weight", build)
+    return DraftHead("model.layers.{number}", "eh_proj.weight", "shared_head.head.weight", "", build)
 
 
 def mtp_head(layer: Layer) -> DraftHead:
-    """Qwen's, whose norms multiply by 1 + w. It feeds itself its hidden state after the norm."""
+    """Qwen's, whose norms multiply by 1 + w. The next layer takes the hidden state after the norm; all share the norms
+    and the projection.
+    """
     def build(config: ModelConfig, prefix: str, output: str) -> Graph:
         graph, x = begin(config)
-        x = _merged(graph, x, f"{prefix}.pre_fc_norm_embedding.weight", f"{prefix}.pre_fc_norm_hidden.weight",
-                    f"{prefix}.fc.weight", 1)
-        layer(graph, x, f"{prefix}.layers.0", 0)
-        return finish(graph, x, f"{prefix}.norm.weight", output, unit_offset=1).with_kept_hidden()
+        x = _merged(graph, x, f"{shared}pre_fc_norm_embedding.weight", f"{shared}pre_fc_norm_hidden.weight",
+                    f"{shared}fc.weight", 1)
+        layer(graph, x, prefix, 0)
+        return finish(graph, x, f"{shared}norm.weight", output, unit_offset=1).with_kept_hidden()
 
-    return DraftHead("mtp", "fc.weight", "", build)
+    shared = "mtp."
+    return DraftHead("mtp.layers.{index}", "input_layernorm.weight", "", shared, build)
 
 
 def mimo_head(layer: Layer) -> DraftHead:
-    """MiMo's, whose projection takes the hidden state before the embedding. It feeds itself its hidden state after the
-    norm.
+    """MiMo's, whose projection takes the hidden state before the embedding. The next layer takes the hidden state after
+    the norm.
     """
     def build(config: ModelConfig, prefix: str, output: str) -> Graph:
         graph, x = begin(config)
@@ -83,4 +90,4 @@ def mimo_head(layer: Layer) -> DraftHead:
         layer(graph, x, prefix, 0)
         return finish(graph, x, f"{prefix}.final_layernorm.weight", output).with_kept_hidden()
 
-    return DraftHead("model.mtp_layers.0", "input_proj.weight", "", build)
+    return DraftHead("model.mtp_layers.{index}", "input_proj.weight", "", "", build)

@@ -78,7 +78,9 @@ class Device:
         raise NotImplementedError
 
     def draft_executor(self, executor: Any, divided: bool) -> Any:
-        """An executor for the draft model or head of `executor`. divided: whether each rank has a part of it."""
+        """An executor for the draft model, or a layer of the draft head, of `executor`. divided: whether each rank has
+        a part of it.
+        """
         raise NotImplementedError
 
     def draft_shard(self, rank: int, world: int) -> tuple[int, int]:
@@ -97,13 +99,14 @@ class Device:
         """
 
     def allocate(self, executor: Any, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int,
-                 draft: Any, masks: int, adapters: dict[str, Any]) -> None:
+                 drafts: Sequence[Any], masks: int, adapters: dict[str, Any]) -> None:
         """Has an executor compile its program and allocate its memory.
 
-        sizes: sequences, their maximum length, tokens of a span, spans. draft: the draft model's executor or None.
-        adapters: the native library's arguments for LoRA adapters; {} for none.
+        sizes: sequences, their maximum length, tokens of a span, spans. drafts: the executor of the draft model, or
+        those of the draft head's layers; none without either. adapters: the native library's arguments for LoRA
+        adapters; {} for none.
         """
-        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
+        executor.allocate(rows, *sizes, cache_dtype, outputs, drafts=list(drafts), masks=masks, **adapters)
 
     def warm_up(self, executor: Any, count: int) -> tuple[int, int]:
         """Has an allocated executor run up to `count` of the steps that prepare it for requests, between steps; all
@@ -329,9 +332,9 @@ class Gpu(Device):
             executor.connect([bytes.fromhex(address) for address in addresses])
 
     def allocate(self, executor: Any, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int,
-                 draft: Any, masks: int, adapters: dict[str, Any]) -> None:
+                 drafts: Sequence[Any], masks: int, adapters: dict[str, Any]) -> None:
         """See `Device.allocate`."""
-        super().allocate(executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters)
+        super().allocate(executor, rows, sizes, cache_dtype, outputs, drafts, masks, adapters)
         for row in executor.kernels():
             logger.debug("kernel of %(op)s, %(shape)s, rows %(first)s to %(last)s: %(kernel)s", row)
 
@@ -407,7 +410,7 @@ def kept_bytes(model: RankModel, rows: int) -> int:
     ops = {op.type for op in model.graph.ops}
     if "keep_hidden" not in ops or "kept_hidden" in ops:
         return 0
-    places = rows + native_library().STATE_PLACES * model.config.engine_max_batch
+    places = native_library().state_places(rows, model.config.engine_max_batch, model.draft_layers)
     return 4 * places * model.graph.config.hidden_size
 
 

@@ -16,8 +16,9 @@ from allspark_server.models.graph import Weight
 from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
+from allspark_server.runtime.native import native_library
 from allspark_server.weights.checkpoint import OpenedModel, open_model
-from allspark_server.weights.draft_head import find_head, open_head
+from allspark_server.weights.draft_head import find_layers, is_of_head, open_layer
 from allspark_server.weights.eagle import open_eagle
 from allspark_server.weights.formats import UNQUANTIZED_DTYPES, WeightFormat, not_numbers, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
@@ -38,27 +39,32 @@ class RankModel:
     """
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int, device: Device,
-                 whole_histories: bool = False, adapters: bool = False, of: RankModel | None = None):
+                 whole_histories: bool = False, adapters: bool = False, of: RankModel | None = None, layer: int = 0):
         """Opens the model.
 
         path: of a checkpoint, or of an .asgraph file, whose weights are in weights_path. whole_histories: the cache
-        keeps spans that are before attention windows. adapters: rows may have LoRA adapters. of: the model whose draft
-        head to open; path is not used then. Raises AllSparkError if
-        the model cannot be opened or cannot be divided among `world` ranks.
+        keeps spans that are before attention windows. adapters: rows may have LoRA adapters. of: the model of whose
+        draft head to open layer `layer`; path is not used then. Raises AllSparkError if the model cannot be opened or
+        cannot be divided among `world` ranks.
         """
         self.config, self.rank, self.world = config, rank, world
         self._of = of
-        self.opened: OpenedModel = open_model(path, weights_path) if of is None else of.open_head()
+        self.opened: OpenedModel = open_model(path, weights_path) if of is None else of.open_head(layer)
         self.graph, self.source = self.opened.graph, self.opened.source
         has_eagle = of is None and config.speculation == "eagle"
         self.eagle = open_eagle(config.draft_model, self.opened) if has_eagle else None
+        has_mtp = of is None and config.speculation == "mtp"
+        #: the layers of the model's draft head that make drafts
+        self.draft_layers = int(has_eagle)
+        if has_mtp:  # without a head, opening its first layer says so
+            self.draft_layers = max(1, min(len(find_layers(self.opened)), native_library().MOST_DRAFT_LAYERS))
         if whole_histories:
             self.graph = self.graph.with_whole_histories()
         #: the layers that adapters may change, by their numbers in the graph's ops
         self.targets: list[Target] = []
         if adapters and not self.graph.whole_texts:
             self.graph, self.targets = with_adapters(self.graph)
-        if of is None and config.speculation == "mtp":
+        if has_mtp:
             self.graph = self.graph.with_kept_hidden()
         self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
@@ -84,11 +90,11 @@ class RankModel:
         """The format of each matrix of the model itself."""
         return {name: form for name, form in self.formats.items() if name in self.opened.graph.weights}
 
-    def open_head(self) -> OpenedModel:
-        """The draft head of this model, as a model of its own."""
+    def open_head(self, layer: int) -> OpenedModel:
+        """A layer of the draft head of this model, as a model of its own."""
         if self.eagle:
             return OpenedModel(self.eagle.graph, self.eagle.source, None)
-        return open_head(self.opened, self.config.model_name)
+        return open_layer(self.opened, self.config.model_name, layer)
 
     def _choose_types(self, unquantized: str, device: Device) -> None:
         graph, config, stored = self.graph, self.config, self.graph.quantization
@@ -266,8 +272,11 @@ class RankModel:
         known = ARCHITECTURES[self.graph.config.architecture].unused
         unused = sorted(n for n in self.opened.source.names()
                         if n not in used and not n.endswith("rotary_emb.inv_freq") and not n.startswith(known))
-        if head := find_head(self.opened):
-            unused = [name for name in unused if not name.startswith(f"{head[1]}.")]
+        if layers := find_layers(self.opened):
+            unused = [name for name in unused if not is_of_head(self.opened, layers, name)]
+            if self.rank == 0 and len(layers) > self.draft_layers > 0:
+                logger.warning("%s holds a draft head of %d layers, of which the first %d make drafts",
+                               self.source.where(), len(layers), self.draft_layers)
             if self.rank == 0 and self.config.speculation == "off":
                 logger.info("%s holds a draft head, which speculation='mtp' uses", self.source.where())
         if unused and self.rank == 0:

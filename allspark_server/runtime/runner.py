@@ -23,6 +23,7 @@ from allspark_server.runtime.device import device_of, gpu_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
+from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import GpuRooflineMeter, Profile, Profiler, RooflineMeter, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
@@ -77,8 +78,8 @@ class ModelRunner:
         self._executor: Any = None
         self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: RankModel | None = None
-        self._draft: RankModel | None = None
-        self._draft_executor: Any = None
+        self._drafts: list[RankModel] = []      # a draft model, or the layers of a draft head
+        self._draft_executors: list[Any] = []
         self._profiler: Profiler | None = None
         self._meter: RooflineMeter | GpuRooflineMeter | None = None
         self._host_file: HostCacheFile | None = None
@@ -109,20 +110,19 @@ class ModelRunner:
             config = self.config = model.config = self._config_of_texts(model)
         models = [model]
         if config.speculation == "draft":
-            self._draft = RankModel(config, config.draft_model, "", *device.draft_shard(self.rank, self.world), device,
-                                    whole)
-            check_draft(self._draft, model)
-        elif config.speculation in ("mtp", "eagle"):
-            self._draft = RankModel(config, "", "", self.rank, self.world, device, of=model)
-        if self._draft is not None:
-            models.append(self._draft)
+            part = device.draft_shard(self.rank, self.world)
+            self._drafts = [RankModel(config, config.draft_model, "", *part, device, whole)]
+            check_draft(self._drafts[0], model)
+        else:
+            self._drafts = [RankModel(config, "", "", self.rank, self.world, device, of=model, layer=layer)
+                            for layer in range(model.draft_layers)]
+        models += self._drafts
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
         self._check_rows(step[0], device.most_rows)
         fixed = sum(shard.weight_bytes(device) for shard in models) + device.activation_bytes(model, *step)
-        if self._draft is not None:
-            fixed += device.activation_bytes(self._draft, *self._draft_step())
+        fixed += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
         fixed += config.engine_max_batch * sum(model.state_bytes(device))
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self._state_spans = model.state_spans(device)
@@ -138,13 +138,13 @@ class ModelRunner:
         self.digest = model.digest
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, *step)
-        if self._draft is not None:
-            self._draft_executor = device.draft_executor(self._executor, self._draft.world > 1)
+        for draft in self._drafts:
+            self._draft_executors.append(executor := device.draft_executor(self._executor, draft.world > 1))
             with memory_errors(f"loading the weights of {self._draft_name}"):
-                self._draft.load(self._draft_executor, None, self._executor)
-            if self._draft.world > 1:
+                draft.load(executor, None, self._executor)
+            if draft.world > 1:
                 with memory_errors(f"allocating the exchange buffers of {self._draft_name}"):
-                    self.address += " " + device.share(self._draft_executor, *self._draft_step())
+                    self.address += " " + device.share(executor, *self._draft_step())
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
                     mib(self._executor.weight_bytes()), self.config.model_name, model.weight_dtype,
                     time.perf_counter() - began)
@@ -164,7 +164,8 @@ class ModelRunner:
         all ranks that have opened it have left it.
         """
         self._loaded()
-        executors = [self._executor] + [self._draft_executor] * (self._draft is not None and self._draft.world > 1)
+        executors = [self._executor, *(executor for draft, executor in zip(self._drafts, self._draft_executors)
+                                       if draft.world > 1)]
         for i, executor in enumerate(executors):  # an address for each
             self._device.connect(executor, [address.split(" ")[i] for address in addresses])
 
@@ -181,12 +182,12 @@ class ModelRunner:
         rows, outputs = self._rows_of_step(), self._outputs_of_step()
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
-            if self._draft is not None:
+            for draft, executor in zip(self._drafts, self._draft_executors):
                 draft_rows, draft_outputs = self._draft_step()
-                self._draft_executor.allocate(draft_rows, *sizes, self._draft.cache_dtype, draft_outputs)
+                executor.allocate(draft_rows, *sizes, draft.cache_dtype, draft_outputs)
             adapters = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
                         "adapter_dtype": model.adapter_dtype} if model.targets else {}
-            self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executor,
+            self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executors,
                                   DEPTH * outputs, adapters)
         hash_of_model = model_hash(model.opened, model.opened_formats, digests or [self.digest])
         if host_spans:
@@ -209,7 +210,7 @@ class ModelRunner:
             long_rope_original=net.rope.original_max if net.rope.type == "longrope" else 0,
             cache_windows=list(self._groups.windows), state_spans=self._state_spans,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
-            embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
+            embeddings=any(op.type == "hidden_states" for op in model.graph.ops), draft_layers=model.draft_layers,
             **text_outputs(model.graph, model.opened.tokenizer_dir),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
@@ -271,8 +272,7 @@ class ModelRunner:
         self._loaded()
         began = time.perf_counter()
         name, verb = self.config.model_name, "load" if loaded else "unload"
-        executors = filter(None, (self._executor, self._draft_executor))
-        size = sum(executor.weight_bytes() for executor in executors)
+        size = sum(executor.weight_bytes() for executor in (self._executor, *self._draft_executors))
         if not loaded and size > (available := memory.available_memory(self.world)):
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
                                 f"unload_device_mem of model {name!r}: rank {self.rank} of {self.world} needs "
@@ -339,8 +339,9 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees weights and cache. No other method may be called afterwards."""
-        self._device = self._executor = self._draft_executor = None
-        self._model = self._draft = self._profiler = self._meter = None
+        self._device = self._executor = None
+        self._model = self._profiler = self._meter = None
+        self._drafts, self._draft_executors = [], []
         for reservation in filter(None, self._adapter_memory.values()):
             reservation.release()
         if self._host_file is not None:
@@ -394,7 +395,7 @@ class ModelRunner:
 
     def _check_rows(self, rows: int, most: int) -> None:
         """Raises AllSparkError if a step of the device cannot have so many rows."""
-        if self._draft is not None:
+        if self._drafts:
             rows = self._draft_step()[0]
         if rows > most:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
@@ -403,12 +404,17 @@ class ModelRunner:
                                 f"most {most}; longer prompts are computed in several steps")
 
     def _draft_step(self) -> tuple[int, int]:
-        """The most rows of a draft model's step, and of these the most that may have outputs."""
+        """The most rows of a step of a draft model, or of a layer of a draft head, and of these the most that may have
+        outputs.
+        """
         # One more row a sequence: its last draft, if all were accepted. One output a sequence is needed. GPUs replay
         # steps of two rows a sequence as graphs, in which each row has one, up to so many more rows than sequences.
         batch = self.config.engine_max_batch
         outputs = batch + min(batch, MAX_STEP_DRAFTS) if self.config.on_gpus else batch
-        return self._rows_of_step() + batch, outputs
+        rows = self._rows_of_step()
+        if (layers := self._shard.draft_layers) > 1:
+            return max(rows + batch, native_library().draft_rows(rows, batch, layers)), outputs
+        return rows + batch, outputs
 
     def _outputs_of_step(self) -> int:
         """The most rows of a step that have outputs."""

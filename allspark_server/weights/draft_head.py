@@ -1,7 +1,8 @@
-"""Finds the draft head in a checkpoint (models/draft_heads.py)."""
+"""Finds the layers of the draft head in a checkpoint (models/draft_heads.py)."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -14,23 +15,37 @@ from allspark_server.weights.checkpoint import OpenedModel, Source, quantized_gr
 SAMPLED_ROWS = 64  # rows by which two output matrices are compared: no output depends on the answer
 
 
-def find_head(model: OpenedModel) -> tuple[DraftHead, str] | None:
-    """The draft head in the model's checkpoint and the prefix of the names of its tensors; None if none is found."""
-    config = model.graph.config
-    architecture = ARCHITECTURES.get(config.architecture)
-    head = architecture.draft_head if architecture else None
-    prefix = head.prefix.format(layers=config.num_layers) if head else ""
-    return (head, prefix) if head and f"{prefix}.{head.mark}" in model.source.names() else None
+def _head_of(model: OpenedModel) -> DraftHead | None:
+    """How the model's family stores draft heads; None if it has none."""
+    architecture = ARCHITECTURES.get(model.graph.config.architecture)
+    return architecture.draft_head if architecture else None
 
 
-def open_head(model: OpenedModel, name: str) -> OpenedModel:
-    """The draft head of a model, as a model of its own. name: the model's, for errors."""
-    found, config, source = find_head(model), model.graph.config, model.source
-    if found is None:
+def find_layers(model: OpenedModel) -> list[str]:
+    """The prefixes of the names of tensors of the draft head's layers in the model's checkpoint; [] if it has none."""
+    head, first = _head_of(model), model.graph.config.num_layers
+    if head is None:
+        return []
+    names = set(model.source.names())
+    prefixes = (head.prefix.format(index=index, number=first + index) for index in itertools.count())
+    return list(itertools.takewhile(lambda prefix: f"{prefix}.{head.mark}" in names, prefixes))
+
+
+def is_of_head(model: OpenedModel, prefixes: list[str], name: str) -> bool:
+    """Whether a tensor of the checkpoint belongs to its draft head. prefixes: of find_layers()."""
+    head = _head_of(model)
+    return head is not None and name.startswith(
+        (*(f"{prefix}." for prefix in prefixes), *([head.shared] if head.shared and prefixes else [])))
+
+
+def open_layer(model: OpenedModel, name: str, index: int) -> OpenedModel:
+    """A layer of the draft head of a model, as a model of its own. name: the model's, for errors."""
+    head, prefixes, config, source = _head_of(model), find_layers(model), model.graph.config, model.source
+    if head is None or not prefixes:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"speculation='mtp' of model {name!r}: {source.where()} has no draft head that is served "
                             f"for {config.architecture}; use speculation='prompt_lookup' or 'draft'")
-    head, prefix = found
+    prefix = prefixes[index]
     config = head_config(config, any(n.startswith(f"{prefix}.") and n.endswith(".experts.gate_up_proj")
                                      for n in source.names()))
     output, shared = f"{prefix}.{head.output}", "lm_head.weight"
@@ -44,7 +59,8 @@ def open_head(model: OpenedModel, name: str) -> OpenedModel:
         graph = quantized_graph(head.build(config, prefix, output), source)
     except ValueError as error:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"the draft head in {source.where()} describes no network: {error}") from None
+                            f"layer {index} of the draft head in {source.where()} describes no network: "
+                            f"{error}") from None
     return OpenedModel(graph, source, None)
 
 

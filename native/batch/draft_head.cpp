@@ -1,7 +1,6 @@
 #include "batch/draft_head.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace as {
 
@@ -11,6 +10,8 @@ void DraftHead::place(Batch& batch) {
     Unread& unread = unread_[item.slot];
     const int64_t sequence = batch.slot(item.slot).sequence;
     if (unread.sequence != sequence) unread.sequence = sequence, unread.first = item.start;
+    // With many rows the ring loses the states of positions before them, of which some layers made entries of drafts.
+    if (item.count > kLast) unread.first = std::max(unread.first, item.start);
     unread.start = item.start, unread.end = item.start + item.count, unread.row = item.row - item.start;
     unread.ringed = std::max(item.start, unread.end - kLast);
     for (int p = item.start; p < unread.end; p++) batch.keeps.push_back(place_of(item.slot, p));
@@ -29,60 +30,86 @@ void DraftHead::plan(Slots& slots) {
     // Positions that are accepted: the model computes them, and the token that follows is known.
     unread.first = std::max(slot.drafted, unread.first);
     int end = std::min(slot.cached, unread.end);
-    const bool known = slot.history[end] >= 0;
     const Slots::Pending* coming = coming_[i];
-    const int drafts = coming && coming->by_model() && coming->rows == 1 && known ? coming->drafts : 0;
+    // Behind the known tokens are drafts from elsewhere, or placeholders.
+    int known = coming && coming->samples() ? coming->end : (int)slot.history.size();
+    while (known > 0 && slot.history[known - 1] < 0) known--;
+    const bool follows = end < known;
+    const int drafts = coming && coming->by_model() && coming->rows == 1 && follows ? coming->drafts : 0;
     // The step would overwrite the states in places of the batch, and with many rows those in the ring.
     const bool lost = unread.in_batch(end - 1) || (coming && coming->rows + coming->drafts > kLast);
     // Without drafts one row is left, from which drafts can begin.
-    if (!drafts && !(lost && known)) end--;
+    if (!drafts && !(lost && follows)) end--;
     if (unread.first < end && (drafts || lost || unread.in_batch(unread.first) || end - unread.first >= kHeld)) {
-      parts_.push_back({i, unread.first, end, drafts});
-      slot.drafted = end;
+      parts_.push_back({i, unread.first, end, known, drafts});
+      // The last layer has final entries of positions before known - depth().
+      slot.drafted = std::max(unread.first, std::min(end, known - depth()));
     }
   }
 }
 
-// Adds a row: the place of a position's hidden state, and the token of the next position.
-void DraftHead::add(int slot, int position, int token, int takes) {
+// Adds a row: the token that it takes, and the places of the hidden state that it takes and of its own.
+void DraftHead::add(int slot, int position, int token, int takes, int keeps) {
   batch_.rows.push_back({slot, position, token});
-  batch_.takes.push_back(takes), batch_.keeps.push_back(-1);
+  batch_.takes.push_back(takes), batch_.keeps.push_back(keeps);
+}
+
+void DraftHead::run(Slots& slots, const std::vector<Part>& parts, std::vector<Sampling>& sampling) {
+  for (int layer = 0; layer < depth(); layer++) {
+    const bool last = layer == depth() - 1;
+    int passed = passed_place();
+    size_t sampled = 0;
+    clear();
+    for (const Part& part : parts) {
+      const std::vector<int32_t>& history = slots.slot(part.slot).history;
+      const int known = part.drafts ? (int)history.size() : part.known;  // with the drafts of the layers before
+      const int end = std::min(part.end, known - 1 - layer);
+      for (int p = part.first; p < end; p++) {
+        const int place = passed + p - part.first;
+        add(part.slot, p, history[p + 1 + layer], layer ? place : place_of(part.slot, p), last ? -1 : place);
+      }
+      const bool samples = sampled < sampling.size() && sampling[sampled].slot == part.slot;
+      if (samples && last) batch_.keeps.back() = own_place(part.slot);
+      if (end > part.first) end_item(part.slot, end - part.first, samples, layer + 2);
+      sampled += samples, passed += part.end - part.first;
+    }
+    if (!batch_.rows.empty()) sample(*layers_[layer], slots, sampling);
+  }
 }
 
 void DraftHead::draft(Slots& slots) {
   plan(slots);
   if (parts_.empty()) return;
-  clear();
   batch_.slots = &slots.all();
-  const auto add_rows = [&](const Part& part, int first, int end, bool samples) {
-    const Slot& slot = slots.slot(part.slot);
-    for (int p = first; p < end; p++) add(part.slot, p, slot.history[p + 1], place_of(part.slot, p));
-    if (samples) batch_.keeps.back() = own_place(part.slot);
-    if (end > first) end_item(part.slot, end - first, samples);
-  };
   // Rows that do not fit the run with the last rows, from which drafts begin, are computed before it.
+  const int most = run_rows(max_rows_, (int)unread_.size(), depth());
+  std::vector<Sampling> sampling;
   int total = 0;
   for (const Part& part : parts_) total += part.end - part.first;
-  if (total > max_rows_)
+  if (total > most) {
+    std::vector<Part> some;
+    int rows = 0;
+    const auto flush = [&] {
+      run(slots, some, sampling);
+      some.clear(), rows = 0;
+    };
     for (Part& part : parts_) {
-      const int end = part.end - (part.drafts > 0);
+      const int end = part.end - (part.drafts > 0 ? depth() : 0);
       while (part.first < end) {
-        const int some = std::min(end, part.first + max_rows_ - (int)batch_.rows.size());
-        add_rows(part, part.first, some, false);
-        part.first = some;
-        if ((int)batch_.rows.size() == max_rows_) program_.run(batch_, false), clear();
+        const int next = std::min(end, part.first + most - rows);
+        some.push_back({part.slot, part.first, next, part.known, part.drafts});
+        rows += next - part.first, part.first = next;
+        if (rows == most) flush();
       }
     }
-  if (total > max_rows_ && !batch_.rows.empty()) program_.run(batch_, false), clear();
-  std::vector<Sampling> sampling;
-  for (const Part& part : parts_) {
-    add_rows(part, part.first, part.end, part.drafts > 0);
-    if (part.drafts) sampling.push_back({part.slot, part.drafts});
+    if (rows) flush();
   }
-  sample(slots, std::move(sampling), [&](int slot) {
+  for (const Part& part : parts_)
+    if (part.drafts) sampling.push_back({part.slot, part.drafts});
+  run(slots, parts_, sampling);
+  repeat(*layers_.back(), slots, sampling, depth() + 1, [&](int slot) {
     const std::vector<int32_t>& history = slots.slot(slot).history;
-    add(slot, (int)history.size() - 2, history.back(), own_place(slot));
-    batch_.keeps.back() = own_place(slot);
+    add(slot, (int)history.size() - 1 - depth(), history.back(), own_place(slot), own_place(slot));
   });
 }
 

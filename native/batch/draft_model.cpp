@@ -1,9 +1,10 @@
 #include "batch/draft_model.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace as {
+
+constexpr int kAhead = 1;  // a row predicts the next position
 
 void DraftModel::draft(Slots& slots) {
   std::vector<Sampling> sampling;
@@ -22,10 +23,12 @@ void DraftModel::draft(Slots& slots) {
       continue;  // no drafts this time: a later step computes the missing positions
     if (end <= first) continue;
     add_rows(item.slot, first, end);
-    end_item(item.slot, end - first, samples);
+    end_item(item.slot, end - first, samples, kAhead);
     if (samples) sampling.push_back({item.slot, item.drafts});
   }
-  sample(slots, std::move(sampling), [&](int index) {
+  if (batch_.rows.empty()) return;
+  sample(model_, slots, sampling);
+  repeat(model_, slots, sampling, kAhead, [&](int index) {
     const int length = (int)slots.slot(index).history.size();
     add_rows(index, length - 1, length);
   });

@@ -8,12 +8,13 @@ namespace as {
 class DraftModel : public Drafter {
  public:
   // max_rows: the most rows of one run.
-  DraftModel(Runner& model, int max_rows) : Drafter(model, 1), max_rows_(max_rows) {}
+  DraftModel(Runner& model, int max_rows) : model_(model), max_rows_(max_rows) {}
   // Computes the positions that the model's cache lacks, then appends drafts to the histories of items that want them.
   // Slots whose missing positions do not fit one run get no drafts.
   void draft(Slots& slots) override;
 
  private:
+  Runner& model_;
   const int max_rows_;
 };
 

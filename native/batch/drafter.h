@@ -22,24 +22,21 @@ class Drafter {
   struct Sampling {
     int slot, left;
   };
-  // ahead: how many positions beyond its own a row predicts.
-  Drafter(Runner& program, int ahead) : program_(program), ahead_(ahead) {}
-
   void clear();
-  // Makes an item of the slot's last `count` rows in the batch. samples: the last one has an output.
-  void end_item(int slot, int count, bool samples);
+  // Makes an item of the slot's last `count` rows in the batch. samples: the last one has an output. ahead: how many
+  // positions beyond its own a row predicts.
+  void end_item(int slot, int count, bool samples, int ahead);
   // Runs the batch, whose outputs are those of `sampling` in their order, and appends the tokens to the histories.
-  // While sequences may get more drafts, follow(slot) adds the row of the last token of each, and these are run.
-  void sample(Slots& slots, std::vector<Sampling> sampling, const std::function<void(int)>& follow);
+  // `sampling` is left with the sequences that may get more drafts.
+  void sample(Runner& program, Slots& slots, std::vector<Sampling>& sampling);
+  // While sequences may get more drafts: follow(slot) adds the row of the last token of each, and these are run.
+  void repeat(Runner& program, Slots& slots, std::vector<Sampling>& sampling, int ahead,
+              const std::function<void(int)>& follow);
 
-  Runner& program_;
   Batch batch_;
-
- private:
-  const int ahead_;
 };
 
-// The drafter of a draft model or a draft head, which must outlive it.
-std::unique_ptr<Drafter> make_drafter(Runner& program, bool is_head, const SlotLimits& limits);
+// The drafter of a draft model, or of a draft head's layers. All programs must outlive it.
+std::unique_ptr<Drafter> make_drafter(const std::vector<Runner*>& programs, bool is_head, const SlotLimits& limits);
 
 }  // namespace as

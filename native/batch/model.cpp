@@ -3,12 +3,29 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "batch/draft_head.h"
+
 namespace as {
 
 void Model::allocate_masks(int masks, bool samples) {
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
   if (samples && masks > 0 && !program_.ops().empty() && program_.ops().back().is(Op::sample))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
+}
+
+void Model::check_drafts(const std::vector<const Model*>& drafts, int max_rows, int max_slots) {
+  const int count = (int)drafts.size();
+  if (count > DraftHead::kMostLayers)
+    throw std::invalid_argument("allocate: " + std::to_string(count) + " layers of a draft head; at most " +
+                                std::to_string(DraftHead::kMostLayers) + " are possible");
+  for (const Model* draft : drafts) {
+    if (count > 1 && !draft->is_draft_head()) throw std::invalid_argument("allocate: several draft models");
+    const int rows = draft->is_draft_head() ? DraftHead::run_rows(max_rows, max_slots, count) : max_rows;
+    if (draft->slot_limits_.max_rows < rows || draft->slot_limits_.max_slots < max_slots)
+      throw std::invalid_argument("allocate: a draft model or head of " + std::to_string(draft->slot_limits_.max_rows) +
+                                  " rows and " + std::to_string(draft->slot_limits_.max_slots) + " slots; it needs " +
+                                  std::to_string(rows) + " and " + std::to_string(max_slots));
+  }
 }
 
 void Model::check_adapters(int count, int max_rank, int highest_rank) {

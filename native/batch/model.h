@@ -2,6 +2,7 @@
 #pragma once
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "batch/decoder.h"
 #include "batch/masks.h"
@@ -25,6 +26,9 @@ class Model : public StepModel {
   // Throw std::invalid_argument for an invalid number of masks or adapters or an invalid adapter rank. samples: whether
   // this rank samples; other ranks have no masks.
   void allocate_masks(int masks, bool samples);
+  // Throws if these cannot draft together for steps of so many rows and slots: one draft model, or the layers of a
+  // head.
+  static void check_drafts(const std::vector<const Model*>& drafts, int max_rows, int max_slots);
   static void check_adapters(int count, int max_rank, int highest_rank);
   // Throws std::invalid_argument if there is no adapter with this index.
   void check_adapter(int index) const;

@@ -348,7 +348,11 @@ void bind_executor(py::module_& m) {
       .def(py::init<int, std::vector<int>, std::shared_ptr<Communicator>>(), py::arg("threads"),
            py::arg("cpus") = std::vector<int>{}, py::arg("shared_memory") = nullptr,
            "shared_memory: to the group's other ranks, each of which has a shard of the vocabulary.");
-  m.attr("STATE_PLACES") = DraftHead::kPlacesOfSlot;
+  m.attr("MOST_DRAFT_LAYERS") = DraftHead::kMostLayers;
+  m.def("draft_rows", &DraftHead::run_rows, py::arg("max_rows"), py::arg("max_slots"), py::arg("layers"),
+        "The most rows of a run of a draft head's layers.");
+  m.def("state_places", &DraftHead::places, py::arg("max_rows"), py::arg("max_slots"), py::arg("layers"),
+        "Places of hidden states that a model keeps for a draft head.");
   py::class_<Executor, StepModel, std::shared_ptr<Executor>> executor(
       m, "Executor", "One rank's ops, weights and KV cache of a model.");
   executor.def(py::init([](int rank, int world, std::shared_ptr<SharedMemory> shared_memory, std::vector<int> cpus,
@@ -367,21 +371,21 @@ void bind_executor(py::module_& m) {
       .def(
           "allocate",
           [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft, int masks,
-             int adapters, int adapter_rank, const std::string& adapter_dtype, bool queued) {
+             const std::string& dtype, int max_outputs, bool fused, std::vector<std::shared_ptr<Executor>> drafts,
+             int masks, int adapters, int adapter_rank, const std::string& adapter_dtype, bool queued) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, num_spans, cache_dtype_of(dtype)}, fused, std::move(draft), masks,
+                       {span_size, num_spans, cache_dtype_of(dtype)}, fused, std::move(drafts), masks,
                        {adapters, adapter_rank, float_format_of(adapter_dtype)}, queued);
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
-          py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("draft") = nullptr,
+          py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("drafts") = py::list(),
           py::arg("masks") = 0, py::arg("adapters") = 0, py::arg("adapter_rank") = 0,
           py::arg("adapter_dtype") = "float32", py::arg("queued") = false,
           "Compiles the program and allocates memory for steps. max_outputs: output rows of a step, 0 for max_slots.\n"
-          "fused: fuse ops (the bits are equal). draft: a draft model's executor, made by beside() and allocated with "
-          "the\n"
-          "same spans. masks: how many plans may name. adapters, adapter_rank, adapter_dtype: limits of adapters.\n"
+          "fused: fuse ops (the bits are equal). drafts: the executor of a draft model, or those of a draft head's\n"
+          "layers, made by beside() and allocated with the same spans. masks: how many plans may name. adapters, "
+          "adapter_rank, adapter_dtype: limits of adapters.\n"
           "queued: begin() queues steps, as on GPUs, for tests.")
       .def(
           "multiply",

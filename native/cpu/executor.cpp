@@ -1,5 +1,6 @@
 #include "cpu/executor.h"
 
+#include <algorithm>
 #include <climits>
 #include <stdexcept>
 
@@ -44,14 +45,21 @@ int Executor::share_matrix(const Executor& other, int id) {
 }
 
 void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused,
-                        std::shared_ptr<Executor> draft, int masks, const AdapterLimits& adapters, bool queued) {
-  if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
-  draft_ = std::move(draft);
+                        std::vector<std::shared_ptr<Executor>> drafts, int masks, const AdapterLimits& adapters,
+                        bool queued) {
+  std::vector<const Model*> models;
+  for (const auto& draft : drafts) {
+    if (!draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
+    models.push_back(draft.get());
+  }
+  check_drafts(models, limits.max_rows, limits.max_slots);
+  drafts_ = std::move(drafts);
   allocate_masks(masks, rank_ == 0);
   check_adapters(adapters.count, adapters.max_rank, INT_MAX);
   adapters_ = adapters.count ? std::make_unique<Adapters>(adapters) : nullptr;
-  runner_ =
-      std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused, masks_.get(), adapters_.get());
+  RunnerLimits own = limits;
+  own.draft_layers = std::max((int)drafts_.size(), 1);
+  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, own, cache, fused, masks_.get(), adapters_.get());
   slot_limits_ = {limits.max_rows,
                   limits.max_outputs,
                   limits.max_slots,
@@ -65,14 +73,16 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   std::vector<char>(adapters.count),
                   runner_->state_spans(),
                   needs_whole_sequences()};
-  if (draft_) draft_->runner_->share_states(*runner_);
+  for (const auto& draft : drafts_) draft->runner_->share_states(*runner_);
   if (queued) asynchronous_.emplace(*runner_);
   make_decoder();
 }
 
 void Executor::make_decoder() {
   std::unique_ptr<Drafter> drafter;
-  if (draft_) drafter = make_drafter(*draft_->runner_, draft_->is_draft_head(), slot_limits_);
+  std::vector<Runner*> programs;
+  for (const auto& draft : drafts_) programs.push_back(draft->runner_.get());
+  if (!drafts_.empty()) drafter = make_drafter(programs, drafts_.front()->is_draft_head(), slot_limits_);
   if (asynchronous_) queued_.emplace(*asynchronous_, std::move(drafter), host_cache_.get(), slot_limits_);
   else decoder_.emplace(*runner_, std::move(drafter), host_cache_.get(), slot_limits_);
 }
@@ -94,7 +104,7 @@ void Executor::set_adapter(int index, std::shared_ptr<const Adapter> adapter) {
 std::vector<const SpanCache*> Executor::caches() const {
   if (!runner_) throw std::invalid_argument("allocate() before the second tier of its cache");
   std::vector<const SpanCache*> caches{&runner_->cache()};
-  if (draft_) caches.push_back(&draft_->runner_->cache());
+  for (const auto& draft : drafts_) caches.push_back(&draft->runner_->cache());
   return caches;
 }
 

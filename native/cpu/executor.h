@@ -35,18 +35,19 @@ class Executor : public Model {
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
 
-  // Compiles the program; program and weights must not change afterwards. draft: a model that shares this one's threads
-  // and was allocated with the same spans. masks: how many plans may refer to. adapters: limits, if the program has
-  // lora ops. queued: begin() queues steps, as on asynchronous devices, for tests.
+  // Compiles the program; program and weights must not change afterwards. drafts: a draft model, or the layers of a
+  // draft head, which share this one's threads and were allocated with the same spans. masks: how many plans may refer
+  // to. adapters: limits, if the program has lora ops. queued: begin() queues steps, as on asynchronous devices, for
+  // tests.
   void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true,
-                std::shared_ptr<Executor> draft = nullptr, int masks = 0, const AdapterLimits& adapters = {},
+                std::vector<std::shared_ptr<Executor>> drafts = {}, int masks = 0, const AdapterLimits& adapters = {},
                 bool queued = false);
   // After allocate(): an empty adapter for this program. Any thread may fill it while steps run.
   std::shared_ptr<Adapter> new_adapter() const;
   // Called between steps: sets the adapter that plans refer to by this index. null: none.
   void set_adapter(int index, std::shared_ptr<const Adapter> adapter);
-  // After allocate() and before any step: adds a second tier of `spans` spans for the cache and the draft model's
-  // cache. file, offset: see HostCache.
+  // After allocate() and before any step: adds a second tier of `spans` spans for the cache and the drafters'
+  // caches. file, offset: see HostCache.
   void allocate_host_cache(int spans, int file, size_t offset);
   std::pair<std::vector<SpanCopy>, int> verify_host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
@@ -77,7 +78,7 @@ class Executor : public Model {
   std::shared_ptr<SharedMemory> shared_memory_;
   std::shared_ptr<Pool> pool_;
   Weights weights_;
-  std::shared_ptr<Executor> draft_;
+  std::vector<std::shared_ptr<Executor>> drafts_;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CpuRunner> runner_;
   std::unique_ptr<HostCache> host_cache_;

@@ -79,7 +79,8 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
   for (const OpNode& op : program.ops()) {
     takes_states |= op.is(Op::kept_hidden);
     if (op.is(Op::keep_hidden) && !takes_states)
-      own_states_.resize(DraftHead::places(limits.max_rows, limits.max_slots) * program.in(op).width);
+      own_states_.resize(DraftHead::places(limits.max_rows, limits.max_slots, limits.draft_layers) *
+                         program.in(op).width);
   }
   states_ = own_states_.data();
   for (auto& [form, offsets] : forms) {

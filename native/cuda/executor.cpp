@@ -67,10 +67,15 @@ void CudaExecutor::connect(const std::vector<std::string>& addresses) {
 }
 
 void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits& adapters,
-                            std::shared_ptr<CudaExecutor> draft) {
-  if (draft && (!draft->runner_ || draft->shared_device_ != shared_device_))
-    throw std::invalid_argument("allocate() of the draft model, which must be beside this one, comes first");
-  draft_ = std::move(draft);
+                            std::vector<std::shared_ptr<CudaExecutor>> drafts) {
+  std::vector<const Model*> models;
+  for (const auto& draft : drafts) {
+    if (!draft->runner_ || draft->shared_device_ != shared_device_)
+      throw std::invalid_argument("allocate() of the draft model, which must be beside this one, comes first");
+    models.push_back(draft.get());
+  }
+  check_drafts(models, limits.max_rows, limits.max_slots);
+  drafts_ = std::move(drafts);
   check_adapters(adapters.count, adapters.max_rank, kMaxLaunchRows);
   device_.use();
   weights_.finish();
@@ -82,7 +87,9 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   std::optional<Ranks> ranks;
   if (communicator_) ranks.emplace(Ranks{*exchange_, *communicator_});
   adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
-  runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get(),
+  Limits own = limits;
+  own.draft_layers = std::max((int)drafts_.size(), 1);
+  runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, own, *sampler_, masks_.get(),
                                          ranks ? &*ranks : nullptr, adapters_.get());
   slot_limits_ = SlotLimits{};
   slot_limits_.max_rows = limits.max_rows, slot_limits_.max_outputs = limits.max_outputs;
@@ -92,20 +99,25 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   slot_limits_.hidden_states = runner_->hidden_states();
   slot_limits_.adapters.assign(adapters.count, 0);
   slot_limits_.state_spans = runner_->state_spans();
-  if (draft_) draft_->runner_->share_hidden(*runner_), draft_runner_.emplace(*draft_->runner_);
+  draft_runners_.clear();
+  for (const auto& draft : drafts_)
+    draft->runner_->share_hidden(*runner_), draft_runners_.emplace_back(*draft->runner_);
   make_decoder();
 }
 
 void CudaExecutor::make_decoder() {
   std::unique_ptr<Drafter> drafter;
-  if (draft_) drafter = make_drafter(*draft_runner_, draft_->is_draft_head(), slot_limits_);
+  std::vector<Runner*> programs;
+  for (DraftRunner& runner : draft_runners_) programs.push_back(&runner);
+  if (!drafts_.empty()) drafter = make_drafter(programs, drafts_.front()->is_draft_head(), slot_limits_);
   decoder_.emplace(*runner_, std::move(drafter), host_spans_.get(), slot_limits_);
 }
 
 std::vector<LayerCache> CudaExecutor::layers() const {
   if (!runner_) return {};
   std::vector<LayerCache> all = runner_->layers();
-  if (draft_) all.insert(all.end(), draft_->runner_->layers().begin(), draft_->runner_->layers().end());
+  for (const auto& draft : drafts_)
+    all.insert(all.end(), draft->runner_->layers().begin(), draft->runner_->layers().end());
   return all;
 }
 
@@ -153,11 +165,14 @@ void CudaExecutor::unload() {
   if (unloaded_) return;
   device_.use();
   device_.wait();
-  if (draft_) draft_->unload();
+  const auto load_drafts = [&] {
+    for (const auto& draft : drafts_) draft->load();
+  };
   try {
+    for (const auto& draft : drafts_) draft->unload();
     weights_.unload();
   } catch (...) {
-    if (draft_) draft_->load();
+    load_drafts();
     throw;
   }
   runner_->unload();
@@ -170,8 +185,9 @@ void CudaExecutor::load() {
   runner_->load();
   try {
     weights_.load();
-    if (draft_) draft_->load();
+    for (const auto& draft : drafts_) draft->load();
   } catch (...) {
+    for (const auto& draft : drafts_) draft->unload();
     weights_.unload();
     runner_->unload();
     throw;
@@ -182,9 +198,14 @@ void CudaExecutor::load() {
 std::pair<int, int> CudaExecutor::warm_up(int count) {
   check_loaded();
   if (!runner_) throw std::invalid_argument("allocate() before warm_up()");
-  std::pair<int, int> counts = draft_ ? draft_->warm_up(count) : std::pair(0, 0);
-  const auto [done, all] = runner_->warm_up(counts.first < counts.second ? 0 : count);
-  return {counts.first + done, counts.second + all};
+  std::pair<int, int> counts(0, 0);  // one after the other
+  const auto add = [&](auto& runner) {
+    const auto [done, all] = runner.warm_up(counts.first < counts.second ? 0 : count);
+    counts.first += done, counts.second += all;
+  };
+  for (const auto& draft : drafts_) add(*draft);
+  add(*runner_);
+  return counts;
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {

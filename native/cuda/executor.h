@@ -1,5 +1,6 @@
 // One rank's model on its GPU. Its weights and program are built, then compiled. Then it runs steps.
 #pragma once
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,10 +40,10 @@ class CudaExecutor : public Model {
   std::string share(int max_rows, int max_outputs, double seconds, bool by_host);
   void connect(const std::vector<std::string>& addresses);
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
-  // adapters: how many adapters plans may refer to, if the program has ops for them. draft: a draft model or draft
-  // head on the same GPU, allocated with the same spans.
+  // adapters: how many adapters plans may refer to, if the program has ops for them. drafts: a draft model, or
+  // the layers of a draft head, on the same GPU and allocated with the same spans.
   void allocate(const Limits& limits, int masks, const AdapterLimits& adapters = {},
-                std::shared_ptr<CudaExecutor> draft = nullptr);
+                std::vector<std::shared_ptr<CudaExecutor>> drafts = {});
   // After allocate(): an empty adapter for this program. Any thread may fill it while steps run.
   std::shared_ptr<Adapter> new_adapter() const;
   // Sets the adapter with this index; null removes it. Only between steps, or while no plan refers to the index.
@@ -56,7 +57,7 @@ class CudaExecutor : public Model {
   // runs out.
   void unload();
   void load();
-  // After allocate(), between steps: CudaRunner::warm_up() of this model, and of the draft model.
+  // After allocate(), between steps: CudaRunner::warm_up() of this model, and of its drafts'.
   std::pair<int, int> warm_up(int count);
   StepOutput step(const std::string& plan, bool want_logits) override;
   bool begin(const std::string& plan) override;
@@ -87,7 +88,7 @@ class CudaExecutor : public Model {
                  bool adds, const std::string& way, float* y, float* normed);
 
  private:
-  std::vector<LayerCache> layers() const;  // of this model and of the draft model
+  std::vector<LayerCache> layers() const;  // of this model and of its drafts'
   void make_decoder();
   void check_loaded() const;
 
@@ -103,8 +104,8 @@ class CudaExecutor : public Model {
   std::unique_ptr<CudaRunner> runner_;
   std::unique_ptr<SpanStore> host_spans_;
   const FileSpans* file_spans_ = nullptr;  // host_spans_, if it is a file
-  std::shared_ptr<CudaExecutor> draft_;
-  std::optional<DraftRunner> draft_runner_;
+  std::vector<std::shared_ptr<CudaExecutor>> drafts_;
+  std::deque<DraftRunner> draft_runners_;  // of drafts_
   std::optional<QueuedDecoder> decoder_;
 };
 

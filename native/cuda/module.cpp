@@ -510,23 +510,23 @@ PYBIND11_MODULE(_cuda, m) {
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
-             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft, size_t partial_bytes,
+             const std::string& adapter_dtype, std::vector<std::shared_ptr<CudaExecutor>> drafts, size_t partial_bytes,
              const std::string& short_chunks) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
                         cache_type_of(dtype), dtype16_of(dtype), graphs, partial_bytes, short_chunks_of(short_chunks)},
                        masks, {adapters, adapter_rank, is_dtype16(adapter_dtype), dtype16_of(adapter_dtype)},
-                       std::move(draft));
+                       std::move(drafts));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
-          py::arg("draft") = nullptr, py::arg("partial_bytes") = kPartialBytes, py::arg("short_chunks") = "fastest",
+          py::arg("drafts") = py::list(), py::arg("partial_bytes") = kPartialBytes, py::arg("short_chunks") = "fastest",
           "Compiles the program; then steps can run. graphs: replay decode steps as CUDA graphs; the bits "
           "are the same. adapters, adapter_rank, adapter_dtype: number, largest rank and type of adapters, "
-          "if the program has ops for them. draft: the executor of a draft model or draft head, made by beside() and "
-          "allocated "
-          "with the same spans. partial_bytes: most memory for attention's partial results, smaller in tests. "
+          "if the program has ops for them. drafts: the executor of a draft model, or those of a draft head's "
+          "layers, made by beside() and allocated with the same spans. partial_bytes: most memory for attention's "
+          "partial results, smaller in tests. "
           "short_chunks: "
           "'fastest', or, for tests and benchmarks, the kernel that attends for chunks of a few dozen rows: 'decode' "
           "or "

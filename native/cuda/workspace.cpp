@@ -301,8 +301,8 @@ void Workspace::allocate_hidden() {
   size_t width = 0;
   for (const OpNode& op : program.ops())
     if (op.is(Op::keep_hidden)) width = program.in(op).width;
-  own_hidden = Memory(DraftHead::places(limits.max_rows, limits.max_slots) * width * sizeof(float), "hidden states",
-                      Memory::Where::lent);
+  own_hidden = Memory(DraftHead::places(limits.max_rows, limits.max_slots, limits.draft_layers) * width * sizeof(float),
+                      "hidden states", Memory::Where::lent);
   hidden = own_hidden.as<float>();
 }
 

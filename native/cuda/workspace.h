@@ -25,6 +25,7 @@ struct Limits {
   bool graphs = true;                    // replay decode steps as CUDA graphs; the bits are the same
   size_t partial_bytes = kPartialBytes;  // most memory for attention's partial results
   ShortChunks short_chunks = ShortChunks::fastest;
+  int draft_layers = 1;  // of the draft head, if there is one
 
   // Of a step that is padded: a row of each sequence, and drafts.
   int most_padded_rows() const { return std::min({max_rows, max_outputs, max_slots + kMostDrafts}); }

@@ -26,6 +26,14 @@ def test_drafts(name, world, tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name, layers", [("glm4-moe", 2), ("deepseek-v3", 3), ("qwen3-next", 3)])
+def test_drafts_of_several_layers(name, layers, world, tmp_path):
+    """The same of heads whose layers make a draft each."""
+    needs(world)
+    check(draft_heads.write(tmp_path, name, layers=layers), world, speculation="mtp")
+
+
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("model", ["llama-linear", "qwen3-next"])
 def test_eagle(model, world, tmp_path):
     """The same of EAGLE-3 heads."""

@@ -273,8 +273,8 @@ def test_formats_and_caches(fields):
 def test_bits_with_graphs_and_without(monkeypatch):
     from allspark_server.runtime.device import Gpu
 
-    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
-        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, draft=draft, graphs=False, **adapters)
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, drafts, masks, adapters):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, drafts=drafts, graphs=False, **adapters)
 
     found = []
     for _ in range(2):

@@ -28,9 +28,11 @@ from support.invariance import PENALTIES, bits
 from support.units import GPUS, UNIT
 
 slow = pytest.mark.slow
-FAMILIES = ["qwen3-next",
-            *(pytest.param(name, marks=slow) for name in ("glm4-moe", "deepseek-v3")),
-            pytest.param("deepseek-v32", marks=[slow, pytest.mark.skipif(bool(GPUS), reason="GPUs have no indexer")])]
+# and how many layers their heads have
+WITH_LAYERS = [("qwen3-next", 1), ("glm4-moe", 2),
+               *(pytest.param(*case, marks=slow) for case in (("glm4-moe", 1), ("deepseek-v3", 1), ("qwen3-next", 3))),
+               pytest.param("deepseek-v32", 1,
+                            marks=[slow, pytest.mark.skipif(bool(GPUS), reason="GPUs have no indexer")])]
 WAYS: list[dict[str, Any]] = [
     {"do_sample": False}, {"temperature": 0.3}, {"temperature": 0.9, "top_k": 8}, {"top_p": 0.6, "temperature": 0.5},
     {"temperature": 0.2, **PENALTIES}, {"do_sample": False, "repetition_penalty": 1.3, "min_length": 90},
@@ -40,20 +42,21 @@ REQUESTS = [(prompt_of(1 + 13 * i, seed=i), {"seed": i, **WAYS[i % len(WAYS)]}) 
 
 
 def often_right(share: float):
-    """The model's layers add little, `share`, to its embedding, and its head nothing: it predicts from the last token
-    alone.
+    """The model's layers add little, `share`, to its embedding, and its head's layers nothing: they predict from the
+    last token alone.
     """
-    def change(tensors, names):
+    def change(tensors, *layers):
         for name, tensor in tensors.items():
-            own = name.startswith(names.layer)
+            own = name.startswith(tuple(names.layer for names in layers))
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
                 tensor *= 0 if own else share
-        size = len(tensors[names.projection])
-        tensors[names.projection] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
-        tensors[names.embedding_norm] = torch.full((size,), 1.0 - names.one_plus)
-        tensors[names.norm] = tensors["model.norm.weight"].clone()
-        if names.output:
-            tensors[names.output] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).clone()
+        for names in layers:
+            size = len(tensors[names.projection])
+            tensors[names.projection] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+            tensors[names.embedding_norm] = torch.full((size,), 1.0 - names.one_plus)
+            tensors[names.norm] = tensors["model.norm.weight"].clone()
+            if names.output:
+                tensors[names.output] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).clone()
 
     return change
 
@@ -62,10 +65,10 @@ def often_right(share: float):
 def paths(tmp_path_factory):
     made = {}
 
-    def of(name, share=0.1):
-        if (name, share) not in made:
-            made[name, share] = draft_heads.write(tmp_path_factory.mktemp(name), name, often_right(share)).path
-        return made[name, share]
+    def of(name, share=0.1, layers=1):
+        if (key := (name, share, layers)) not in made:
+            made[key] = draft_heads.write(tmp_path_factory.mktemp(name), name, often_right(share), layers).path
+        return made[key]
 
     return of
 
@@ -113,10 +116,10 @@ class Installed:
         return self.engine._models[self.name].scheduler.counters
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_no_bit_changes(name, paths, engine_of):
+@pytest.mark.parametrize("name, layers", WITH_LAYERS)
+def test_no_bit_changes(name, layers, paths, engine_of):
     """Also where states advance between the rows of drafts, and where sequences are preempted."""
-    engine, order, path = engine_of("engine"), list(range(len(REQUESTS))), paths(name)
+    engine, order, path = engine_of("engine"), list(range(len(REQUESTS))), paths(name, layers=layers)
     with Installed(engine, path, "off") as plain:
         expected = plain.run(order, together=False)
     random.Random(5).shuffle(order)
@@ -125,6 +128,7 @@ def test_no_bit_changes(name, paths, engine_of):
         counters = drafting.counters
         assert 0 < counters.accepted_tokens < counters.drafted_tokens
         info = engine.get_model_info(drafting.name)
+        assert info.draft_layers == layers
     small = 30 * (info.cache_bytes // info.num_spans)
     with Installed(engine, path, cache_memory=small) as drafting:
         assert drafting.run(order, together=True) == expected
@@ -134,8 +138,8 @@ def test_no_bit_changes(name, paths, engine_of):
 @pytest.fixture
 def queued(monkeypatch):
     """Has CPUs queue steps, as GPUs do: steps without drafts begin before the one before has ended."""
-    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
-        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, queued=True, **adapters)
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, drafts, masks, adapters):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, drafts=drafts, masks=masks, queued=True, **adapters)
 
     return lambda: monkeypatch.setattr(Cpus, "allocate", allocate)
 
@@ -155,20 +159,22 @@ class OftenOff(DraftLengths):
         pass
 
 
-def often_right_by_states(tensors, names):
+def often_right_by_states(tensors, *layers):
     """As often_right(), but what the head predicts depends on its attention and on the model's states, too."""
-    often_right(0.02)(tensors, names)
-    generator, size = torch.Generator().manual_seed(3), len(tensors[names.projection])
-    tensors[names.projection][:, size:] = torch.randn(size, size, generator=generator) * (0.05 * size ** -0.5)
-    tensors[names.layer + "self_attn.o_proj.weight"].normal_(generator=generator).mul_(0.1 * size ** -0.5)
+    often_right(0.02)(tensors, *layers)
+    generator = torch.Generator().manual_seed(3)
+    for names in layers:
+        size = len(tensors[names.projection])
+        tensors[names.projection][:, size:] = torch.randn(size, size, generator=generator) * (0.05 * size ** -0.5)
+        tensors[names.layer + "self_attn.o_proj.weight"].normal_(generator=generator).mul_(0.1 * size ** -0.5)
 
 
 @pytest.mark.skipif("CUDA" in UNIT["compute_unit"], reason="GPUs queue all steps")
-@pytest.mark.parametrize("name", FAMILIES)
-def test_queued_steps(name, engine_of, queued, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name, layers", WITH_LAYERS)
+def test_queued_steps(name, layers, engine_of, queued, monkeypatch, tmp_path):
     """Steps that are queued make the same tokens and the same drafts as steps one after the other."""
     monkeypatch.setattr(state, "DraftLengths", OftenOff)
-    path = draft_heads.write(tmp_path, name, often_right_by_states).path
+    path = draft_heads.write(tmp_path, name, often_right_by_states, layers).path
     found = []
     for way in (lambda: None, queued):
         way()
@@ -183,21 +189,23 @@ def test_queued_steps(name, engine_of, queued, monkeypatch, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3", "qwen3-next"])
-def test_two_ranks(name, paths, engine_of):
+@pytest.mark.parametrize("name, layers", [("glm4-moe", 1), ("deepseek-v3", 1), ("qwen3-next", 1), ("deepseek-v3", 3)])
+def test_two_ranks(name, layers, paths, engine_of):
     engine, order = engine_of("client-2"), list(range(len(REQUESTS)))
     outputs = []
     for speculation in ("off", "mtp"):
-        with Installed(engine, paths(name), speculation) as model:
+        with Installed(engine, paths(name, layers=layers), speculation) as model:
             outputs.append(model.run(order, together=speculation != "off"))
     assert outputs[0] == outputs[1]
 
 
-def test_a_head_that_is_always_right(paths, engine_of):
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_head_that_is_always_right(layers, paths, engine_of):
     """All its drafts are accepted, after prompts of one token and through several chunks; the prefix cache keeps the
     entries of the head.
     """
-    with Installed(engine_of("engine"), paths("glm4-moe", 0.0), max_step_tokens=48, enable_prefix_cache=True) as model:
+    path = paths("glm4-moe", 0.0, layers)
+    with Installed(engine_of("engine"), path, max_step_tokens=48, enable_prefix_cache=True) as model:
         for _ in range(2):
             model.run([0, 7, 11], together=False)
         counters = model.counters
@@ -206,8 +214,8 @@ def test_a_head_that_is_always_right(paths, engine_of):
 
 @slow
 @pytest.mark.parametrize("host", [0, 64 << 20])
-@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3"])
-def test_the_next_turn_of_a_chat(name, host, paths, engine_of):
+@pytest.mark.parametrize("name, layers", [("qwen3-next", 1), ("deepseek-v3", 1), ("deepseek-v3", 2)])
+def test_the_next_turn_of_a_chat(name, layers, host, paths, engine_of):
     """The prefix cache keeps states and the head's entries; with a small cache, in its host tier."""
     engine = engine_of("engine")
     fields = {"engine_max_length": 1024, "cache_span_size": 32, "max_step_tokens": 100}
@@ -224,10 +232,11 @@ def test_the_next_turn_of_a_chat(name, host, paths, engine_of):
                 history = prompt_of(300, seed=8)[:200] + prompt_of(30, seed=9)
         return found
 
-    with Installed(engine, paths(name), "off", **fields) as plain:
+    path = paths(name, layers=layers)
+    with Installed(engine, path, "off", **fields) as plain:
         expected, info = answers(plain), engine.get_model_info(plain.name)
     small = {"cache_memory": 80 * (info.cache_bytes // info.num_spans)} if host else {}
-    with Installed(engine, paths(name), enable_prefix_cache=True, host_cache_memory=host, **fields, **small) as model:
+    with Installed(engine, path, enable_prefix_cache=True, host_cache_memory=host, **fields, **small) as model:
         assert answers(model) == expected
         stat = engine.get_as_engine_stat(model.name)
         assert stat.prefix_cache_hit_token > 500 and model.counters.accepted_tokens > 0

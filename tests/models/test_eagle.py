@@ -36,7 +36,7 @@ def test_drafts(name, world, tmp_path):
     with Driver(made.path, world, **fields) as driver:
         draft_heads.check_drafts(driver, made, (2, 64), (40, 13), (130, 64))
         for runner in driver.runners:  # planned as loaded
-            for model, executor in ((runner._model, runner._executor), (runner._draft, runner._draft_executor)):
+            for model, executor in ((runner._model, runner._executor), (runner._drafts[0], runner._draft_executors[0])):
                 assert model.weight_bytes(runner._device) == executor.weight_bytes()
     with Driver(made.path, world, max_step_tokens=8, **fields) as driver:
         draft_heads.check_drafts(driver, made, (40, 1), (43, 5))

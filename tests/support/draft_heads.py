@@ -1,5 +1,5 @@
 """Checkpoints with a draft head, which transformers does not load, and a reference of the head: a model of one layer
-computes the head's layer, in float64.
+computes each of the head's layers, in float64.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.checkpoints import (
     CONFIGS,
     EXPERTS,
     LATENT,
+    LOGIT_TOLERANCE,
     NEAR_TIE,
     RECURRENT,
     Spec,
@@ -36,8 +37,8 @@ DRAFTS = 3  # that check_drafts() asks for
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a head's tensors. one_plus: its norms multiply by 1 + w. normed: it feeds itself normed states.
-    hidden_first: its projection takes the hidden state before the embedding.
+    """Names of the tensors of a head's layer. one_plus: its norms multiply by 1 + w. normed: the next layer takes
+    normed states. hidden_first: its projection takes the hidden state before the embedding.
     """
 
     layer: str
@@ -51,19 +52,32 @@ class Names:
     hidden_first: bool = False
 
 
-def next_n(layers: int) -> Names:
-    """GLM's and DeepSeek's."""
-    prefix = f"model.layers.{layers}."
+def next_n(number: int) -> Names:
+    """GLM's and DeepSeek's. number: of the head's layer, counted from the model's."""
+    prefix = f"model.layers.{number}."
     return Names(prefix, f"{prefix}enorm.weight", f"{prefix}hnorm.weight", f"{prefix}eh_proj.weight",
                  f"{prefix}shared_head.norm.weight", f"{prefix}shared_head.head.weight", False, False)
 
 
-MTP = Names("mtp.layers.0.", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight",
-            "mtp.norm.weight", "", True, True)
+def mtp(index: int) -> Names:
+    """Qwen's. index: of the layer in the head."""
+    return Names(f"mtp.layers.{index}.", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
+                 "mtp.fc.weight", "mtp.norm.weight", "", True, True)
 
-MIMO = Names("model.mtp_layers.0.", "model.mtp_layers.0.token_layernorm.weight",
-             "model.mtp_layers.0.hidden_layernorm.weight", "model.mtp_layers.0.input_proj.weight",
-             "model.mtp_layers.0.final_layernorm.weight", "", False, True, True)
+
+def mimo(index: int) -> Names:
+    """MiMo's. index: of the layer in the head."""
+    prefix = f"model.mtp_layers.{index}."
+    return Names(prefix, f"{prefix}token_layernorm.weight", f"{prefix}hidden_layernorm.weight",
+                 f"{prefix}input_proj.weight", f"{prefix}final_layernorm.weight", "", False, True, True)
+
+
+def names_of(spec: Spec, index: int) -> Names:
+    """The names of the layer with that index in the head."""
+    if spec.architecture == "MiMoForCausalLM":
+        return mimo(index)
+    return mtp(index) if spec.family.startswith("qwen") else next_n(spec.fields["num_hidden_layers"] + index)
+
 
 SPECS = {name: (CONFIGS | EXPERTS | LATENT | RECURRENT)[name] for name in (
     "glm4-moe", "glm4-moe-plain", "deepseek-v3", "deepseek-v32", "glm4-moe-lite-plain", "qwen3-next", "qwen3-5",
@@ -94,11 +108,11 @@ def one_layer(spec: Spec) -> Spec:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint with a draft head. head: a checkpoint of the head's layer as a model."""
+    """A checkpoint with a draft head. heads: a checkpoint of each of the head's layers as a model. names: of each."""
 
     path: Path
-    head: Path
-    names: Names
+    heads: list[Path]
+    names: list[Names]
 
     @functools.cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -110,91 +124,141 @@ class Checkpoint:
         """The greedy drafts that follow `tokens`, of which the model has computed all but the last, and the smallest
         gap between the two best logits, in their standard deviations.
         """
-        model, head = (reference_model(path, torch.float64) for path in (self.path, self.head))
-        states = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
-        rows = self._merged(states, tokens[1:])
-        drafts, gap = [], 9e9
-        for _ in range(count):
-            before: list[torch.Tensor] = []
+        states = reference_model(self.path, torch.float64).model(torch.tensor([tokens[:-1]])).last_hidden_state[0]
+        drafts, gap, rows = [], 9e9, torch.empty(0)
+        for i in range(count):
+            layer = min(i, len(self.heads) - 1)
+            names, known = self.names[layer], [*tokens, *drafts]
+            if i == layer:  # all positions, from the states of the layer before
+                rows = self._merged(names, states, known[i + 1:])
+            else:  # one more, from the last layer's own state
+                rows = torch.cat([rows, self._merged(names, states[-1:], known[-1:])])
+            head, before = reference_model(self.heads[layer], torch.float64), []
             hook = head.model.layers[0].register_forward_hook(
-                lambda _m, _i, out: before.append(out[0] if isinstance(out, tuple) else out))
-            normed = head.model(inputs_embeds=rows[None]).last_hidden_state[0, -1]
+                lambda _m, _i, out, to=before: to.append(out[0] if isinstance(out, tuple) else out))
+            normed = head.model(inputs_embeds=rows[None]).last_hidden_state[0]
             hook.remove()
-            logits = head.lm_head(normed)
+            logits = head.lm_head(normed[-1])
             best = torch.topk(logits, 2).values
             gap = min(gap, float((best[0] - best[1]) / logits.std()))
             drafts.append(int(logits.argmax()))
-            state = normed if self.names.normed else before[0].reshape(-1, normed.shape[-1])[-1]
-            rows = torch.cat([rows, self._merged(state[None], drafts[-1:])])
+            states = normed if names.normed else before[0].reshape(-1, normed.shape[-1])
         return drafts, gap
 
-    def _merged(self, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    def _merged(self, names: Names, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         eps = json.loads((self.path / "config.json").read_text())["rms_norm_eps"]
 
         def normed(x: torch.Tensor, name: str) -> torch.Tensor:
-            return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * (self.tensors[name] + self.names.one_plus)
+            return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * (self.tensors[name] + names.one_plus)
 
         embeddings = self.tensors["model.embed_tokens.weight"][tokens]
-        both = [normed(embeddings, self.names.embedding_norm), normed(states, self.names.hidden_norm)]
-        return torch.cat(both[::-1] if self.names.hidden_first else both, -1) @ self.tensors[self.names.projection].T
+        both = [normed(embeddings, names.embedding_norm), normed(states, names.hidden_norm)]
+        return torch.cat(both[::-1] if names.hidden_first else both, -1) @ self.tensors[names.projection].T
 
 
-def write(folder: Path, name: str, change: Any = None, **fields: Any) -> Checkpoint:
-    """Writes a checkpoint with a draft head. change: called with all tensors and the names before they are written.
-    fields: replace those of the named checkpoint.
+def write(folder: Path, name: str, change: Any = None, layers: int = 1, **fields: Any) -> Checkpoint:
+    """Writes a checkpoint with a draft head. change: called with all tensors and the names of each of its layers before
+    they are written. layers: of the head. fields: replace those of the named checkpoint.
     """
     spec = replace(SPECS[name], fields={**SPECS[name].fields, **fields})
     source = write_checkpoint(folder / "model", spec)
-    layer = write_checkpoint(folder / "head", one_layer(spec), seed=1)
-    if spec.architecture == "MiMoForCausalLM":
-        names = MIMO
-    else:
-        names = MTP if spec.family.startswith("qwen") else next_n(spec.fields["num_hidden_layers"])
-    tensors, head = tensors_of(source), tensors_of(layer)
+    tensors, heads, names = tensors_of(source), [], []
     size = tensors["model.embed_tokens.weight"].shape[1]
-    generator = torch.Generator().manual_seed(2)
-    for norm in (names.embedding_norm, names.hidden_norm):
-        tensors[norm] = (not names.one_plus) + 0.2 * torch.randn(size, generator=generator)
-    tensors[names.projection] = torch.randn(size, 2 * size, generator=generator) * size ** -0.5
-    tensors |= {names.layer + n.removeprefix("model.layers.0."): t for n, t in head.items() if ".layers.0." in n}
-    tensors[names.norm] = head["model.norm.weight"]
     output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    if names.output:
-        tensors[names.output] = head["lm_head.weight"]
-    else:
-        head["lm_head.weight"] = output.clone()
-        save(head, layer)
+    for index in range(layers):
+        own = names_of(spec, index)
+        path = write_checkpoint(folder / f"head{index}", one_layer(spec), seed=1 + 2 * index)
+        head, generator = tensors_of(path), torch.Generator().manual_seed(2 + 2 * index)
+        new = {norm: (not own.one_plus) + 0.2 * torch.randn(size, generator=generator)
+               for norm in (own.embedding_norm, own.hidden_norm)}
+        new |= {own.projection: torch.randn(size, 2 * size, generator=generator) * size ** -0.5,
+                own.norm: head["model.norm.weight"]}
+        tensors = new | tensors  # what layers share is the first one's
+        tensors |= {own.layer + n.removeprefix("model.layers.0."): t for n, t in head.items() if ".layers.0." in n}
+        head["model.norm.weight"] = tensors[own.norm]
+        if own.output:
+            tensors[own.output] = head["lm_head.weight"]
+        else:
+            head["lm_head.weight"] = output.clone()
+        save(head, path)
+        heads.append(path), names.append(own)
     if change:
-        change(tensors, names)
+        change(tensors, *names)
     both = folder / "both"
     shutil.copytree(source, both, ignore=shutil.ignore_patterns("*.safetensors*"))
     save(tensors, both)
-    return Checkpoint(both, layer, names)
+    return Checkpoint(both, heads, names)
 
 
-def _verified(driver, tokens: list[int], chunk: int) -> np.ndarray:
-    """The logits of the step after `tokens` that verifies drafts."""
-    new = [NewSlot(0, tokens, SamplingParams(do_sample=False, prompt_len=len(tokens)).encode())]
-    spans = list(range(-(-(len(tokens) + DRAFTS) // driver.info.span_size)))
-    for begin in range(0, len(tokens) - 1, chunk):
-        count = min(chunk, len(tokens) - 1 - begin)
-        driver.step(StepPlan(new=new, work=[WorkItem(0, count, 0, spans=spans)]))
-        new, spans = [], []
-    plan = StepPlan(new=new, work=[WorkItem(0, 1, SAMPLE | int(Flag.MODEL), spans=spans, drafts=DRAFTS)]).encode()
-    results = driver._each(lambda runner: runner.step(plan, True))
-    driver.step(StepPlan(free=[0]))
-    return np.concatenate([result.logits for result in results], axis=1)
+class Sequence:
+    """A sequence of greedy tokens that a driver computes alone, in slot 0."""
+
+    def __init__(self, driver, tokens: list[int], chunk: int):
+        """Computes all tokens but the last. chunk: rows of a step."""
+        self.driver, self.tokens = driver, list(tokens)
+        self._new = [NewSlot(0, self.tokens, SamplingParams(do_sample=False, prompt_len=len(tokens)).encode())]
+        self._spans = 0
+        for begin in range(0, len(tokens) - 1, chunk):
+            count = min(chunk, len(tokens) - 1 - begin)
+            driver.step(StepPlan(new=self._new, work=[WorkItem(0, count, 0, spans=self._more_spans(begin + count))]))
+            self._new = []
+
+    def _more_spans(self, length: int) -> list[int]:
+        have, self._spans = self._spans, max(self._spans, -(-length // self.driver.info.span_size))
+        return list(range(have, self._spans))
+
+    def step(self, drafts: int = 0, given: tuple[int, ...] = ()) -> np.ndarray:
+        """Computes the last token and drafts, of the head or those that are given. Returns the logits of all rows."""
+        flags = Flag.SAMPLE | (Flag.GIVEN if given else Flag.MODEL if drafts else 0)
+        count = len(given) or drafts
+        item = WorkItem(0, 1, int(flags), spans=self._more_spans(len(self.tokens) + count), drafts=count,
+                        known=list(given))
+        plan, self._new = StepPlan(new=self._new, work=[item]).encode(), []
+        results = self.driver._each(lambda runner: runner.step(plan, True))
+        self.tokens += results[0].tokens.tolist()
+        return np.concatenate([result.logits for result in results], axis=1)
+
+    def end(self) -> None:
+        """Frees the slot."""
+        self.driver.step(StepPlan(free=[0]))
+
+
+def check_rows(made: Any, tokens: list[int], logits: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> None:
+    """Compares the logits of a step after `tokens` with those that follow the reference's drafts. Another draft makes a
+    difference of the order of 1.
+    """
+    drafts, gap = made.drafts(tokens, len(logits) - 1)
+    assert gap > NEAR_TIE
+    for row, found in enumerate(logits):
+        check_logits(found, reference_logits(made.path, [*tokens, *drafts[:row]]), tolerance)
 
 
 def check_drafts(driver, made, *cases) -> None:
     """Compares the logits of drafts after prompts of (length, rows of a step)."""
     for length, chunk in cases:
         tokens = prompt_of(length, seed=length)
-        logits = _verified(driver, tokens, chunk)
-        drafts, gap = made.drafts(tokens, DRAFTS)
-        assert gap > NEAR_TIE and len(logits) == 1 + DRAFTS
-        for row, found in enumerate(logits):
-            check_logits(found, reference_logits(made.path, [*tokens, *drafts[:row]]))
+        sequence = Sequence(driver, tokens, chunk)
+        logits = sequence.step(DRAFTS)
+        sequence.end()
+        assert len(logits) == 1 + DRAFTS
+        check_rows(made, tokens, logits)
+
+
+def check_rounds(driver, made: Checkpoint, prompt: list[int], rounds: list[int]) -> None:
+    """Compares the logits of drafts of several steps of a sequence. rounds: a number of drafts of the head; minus a
+    number of right drafts that are given instead, as grammars give them; 0: none.
+    """
+    sequence = Sequence(driver, prompt, 64)
+    for count in rounds:
+        before, given = list(sequence.tokens), []
+        for _ in range(-count):
+            given.append(int(reference_logits(made.path, [*before, *given]).argmax()))
+        logits = sequence.step(max(count, 0), tuple(given))
+        if count > 0:
+            check_rows(made, before, logits, 10 * LOGIT_TOLERANCE)
+        else:
+            assert len(sequence.tokens) == len(before) + 1 - count  # all that were given are accepted
+    sequence.end()
 
 
 transformers.logging.set_verbosity_error()

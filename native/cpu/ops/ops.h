@@ -27,6 +27,7 @@ struct RotaryTable {
 // The limits of a step and of sequences.
 struct RunnerLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
+  int draft_layers = 1;  // of the draft head, if there is one
 };
 
 // In the order of the program's ops.
