@@ -390,7 +390,8 @@ class BuildExt(build_ext):
         import pybind11
 
         headers_of = [pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX")]
-        headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)]
+        headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)
+                   if "client" not in p.parts]     # native/client is built by CMake
         includes = self.include_flags(include_dirs)
         newest_header = max(Path(p).stat().st_mtime for p in headers)
         began = told = time.monotonic()
