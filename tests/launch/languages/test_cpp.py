@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import socket
 import subprocess
 import threading
@@ -17,44 +16,19 @@ from allspark_launch.group.background import shipped_model
 from allspark_server.access import Access
 from support.certificates import make_certificate
 from support.fake_engine import FakeEngine
-from support.fake_service import expected, server_process, serving, tokens, wait_until
-from support.paths import NATIVE
+from support.fake_service import expected, server_process, serving, wait_until
 from support.processes import ranks_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]     # building takes a minute or two
 
 TOKENS = "generate a-token-for-generating\n"
-
-
-def run(*words: object, cwd: Path | None = None) -> str:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, cwd=cwd, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="session")
-def built(tmp_path_factory):
-    """The folder with the programs: the client is built, installed, and found there by the tests' own project."""
-    missing = [name for name in ("cmake", "protoc", "grpc_cpp_plugin") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"not installed: {', '.join(missing)} (Debian: cmake libgrpc++-dev protobuf-compiler-grpc)")
-    folder = tmp_path_factory.mktemp("cpp")
-    strict = "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"
-    run("cmake", "-S", NATIVE / "client", "-B", folder / "library", strict)
-    run("cmake", "--build", folder / "library", "-j2")
-    run("cmake", "--install", folder / "library", "--prefix", folder / "prefix")
-    run("cmake", "-S", Path(__file__).parent / "cpp", "-B", folder / "programs",
-        f"-DCMAKE_PREFIX_PATH={folder}/prefix", strict)
-    run("cmake", "--build", folder / "programs", "-j2")
-    shutil.copy(folder / "library" / "allspark_stream", folder / "programs")
-    return folder / "programs"
 
 
 class Client:
     """A running driver: what it was asked for, and what it says."""
 
-    def __init__(self, built: Path, address: str, *words: str, program: str = "driver"):
-        self.process = subprocess.Popen([built / program, address, *words], stdout=subprocess.PIPE,
+    def __init__(self, built: Path, address: str, *words: str):
+        self.process = subprocess.Popen([built / "driver", address, *words], stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True)
 
     def going(self) -> None:
@@ -245,6 +219,19 @@ def test_another_fingerprint_does_not_continue_it(client, tmp_path):
             assert answer["ids"] == [expected([5], len(answer["ids"][0]))] and len(answer["ids"][0]) < 200
 
 
+def test_a_server_that_comes_back_with_another_fingerprint_interrupts_it(client, tmp_path):
+    address = f"unix:{tmp_path}/s"
+    with server_process(address) as (first, _):
+        found = client(address, "max=200", "going=5", "prompt=5")
+        found.going()
+        first.kill()
+        first.wait()
+    with server_process(address, "another"):
+        (answer,) = found.results()
+        assert (answer["status"], answer["reason"]) == ("GenerateInterrupted", "interrupted")
+        assert f"{address} would not continue it identically (its fingerprint differs)" in answer["error"]
+
+
 def test_without_resumption_they_fail_at_once(client, tmp_path):
     with server_process(f"unix:{tmp_path}/a") as (a, first), server_process(f"unix:{tmp_path}/b") as (b, second):
         found = client(f"{first},{second}", "resume=0", "max=200", "going=5", "prompt=5")
@@ -303,44 +290,46 @@ def test_names_of_dashinfer(built, tmp_path, monkeypatch):
     monkeypatch.setenv("AS_NUMA_NUM", "1")
     group = SelfStartedGroup()
     try:
-        out = run(built / "dashinfer", group.wait(60)[0], shipped_model())
-        assert " " in out.strip()
+        done = subprocess.run([built / "dashinfer", group.wait(60)[0], shipped_model()], capture_output=True, text=True,
+                              timeout=120)
+        assert done.returncode == 0 and " " in done.stdout.strip(), done.stdout + done.stderr
     finally:
         group.stop()
 
 
-def test_a_killed_group_is_continued_identically_by_another(built, monkeypatch):
-    """Two real groups; the one that computes the request is killed with all its processes in the middle."""
+def test_a_killed_group_is_continued_identically_by_another(client, monkeypatch):
+    """Two real groups; the one that computes a request with eight samples is killed in the middle, with all its
+    processes.
+    """
     monkeypatch.setenv("AS_NUMA_NUM", "1")
     groups = [SelfStartedGroup(), SelfStartedGroup()]
     try:
         addresses = [group.wait(60)[0] for group in groups]
-        prompt, count = [5, 6, 7], 900
-        with ClientEngine(addresses) as engine:
-            engine.install_model(AsModelConfig("fable", str(shipped_model())))
-            engine.start_model("fable")
-            # The very config of allspark_stream.
-            _, _, queue = engine.start_request("fable", {"input_ids": prompt}, {"max_new_tokens": count, "seed": 11})
-            undisturbed = tokens(queue)
-        stream = subprocess.Popen(
-            [built / "allspark_stream", "--address", ",".join(addresses), "--ids", ",".join(map(str, prompt)),
-             "--max-new-tokens", str(count), "--seed", "11"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        ids = [int(stream.stdout.readline()) for _ in range(10)]
-        loads = []
-        for address in addresses:
-            with ClientEngine(address) as engine:
-                loads.append(engine.list_models()[0].load)
-        assert sorted(loads) == [0, 1]
-        victim = groups.pop(loads.index(1))
-        ranks = ranks_of(victim._process.pid)
-        victim._process.kill()
-        for rank in ranks:
-            rank.kill()
-        victim.stop()
-        rest, errors = stream.communicate(timeout=60)
-        assert stream.returncode == 0, errors
-        assert ids + [int(line) for line in rest.splitlines()] == undisturbed
-        assert f"a request continues at {addresses[loads.index(0)]}" in errors
+        with contextlib.ExitStack() as stack:
+            engines = [stack.enter_context(ClientEngine(address)) for address in addresses]
+            for engine in engines:
+                engine.install_model(AsModelConfig("fable", str(shipped_model())))
+                engine.start_model("fable")
+            config = {"max_new_tokens": 900, "seed": 11, "n": 8, "early_stopping": False}
+            _, _, queue = engines[0].start_request("fable", {"input_ids": [5, 6, 7]}, config)
+            undisturbed = [[] for _ in range(8)]
+            for elements in queue:
+                undisturbed[elements.sample_index] += elements.ids_from_generate
+            found = client(",".join(addresses), "max=900", "seed=11", "n=8", "early_stopping=0", "going=80",
+                           "prompt=5,6,7")
+            found.going()
+            loads = [engine.list_models()[0].load for engine in engines]
+            assert sorted(loads) == [0, 8]
+            victim = groups.pop(loads.index(8))
+            ranks = ranks_of(victim._process.pid)
+            victim._process.kill()
+            for rank in ranks:
+                rank.kill()
+            victim.stop()
+            (answer,) = found.results()
+            assert answer["ids"] == undisturbed and len(undisturbed[7]) == 900
+            assert answer["told"] == 7200
+            assert f"a request continues at {addresses[loads.index(0)]}" in found.errors
     finally:
         for group in groups:
             group.stop()

@@ -3,8 +3,8 @@
 //   driver ADDRESS [KEY=VALUE...]
 //
 // Keys of the client: resume, timeout, token, ca, cert, key, server_name. Of all following requests: max, n, seed,
-// logprobs, stop_after (Stop() after so many tokens), drop_after (release it then), going (write "going" once every
-// request has so many tokens). Each prompt=1,2, text=… or chat=… is a request.
+// temperature, early_stopping, logprobs, stop_after (Stop() after so many tokens), drop_after (release it then), going
+// (write "going" once every request has so many tokens). Each prompt=1,2, text=… or chat=… is a request.
 #include <allspark/client.h>
 
 #include <chrono>
@@ -94,6 +94,7 @@ int run(int argc, char** argv) {
     if (name == "n") config.n = std::stoi(value);
     if (name == "seed") config.seed = std::stoull(value);
     if (name == "temperature") config.temperature = std::stod(value);
+    if (name == "early_stopping") config.early_stopping = value == "1";
     if (name == "logprobs") config.logprobs = true, config.top_logprobs = std::stoi(value);
     if (name == "stop_after") next.stop_after = std::stoul(value);
     if (name == "drop_after") next.drop_after = std::stoul(value);
