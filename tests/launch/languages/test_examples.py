@@ -14,7 +14,7 @@ import pytest
 
 from allspark_client import ClientEngine, TlsConfig
 from allspark_server.access import Access
-from support.certificates import make_certificate
+from support.certificates import make_signed_certificate
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, serving, wait_until
 from support.paths import ROOT
@@ -54,12 +54,16 @@ def need(*programs: str) -> None:
         pytest.skip(f"not installed: {', '.join(missing)}")
 
 
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2].strip()[:200]
+
+
 def typescript(folder: Path) -> list[str]:
     need("node", "npm")
     fetched = subprocess.run(["npm", "install", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True,
                              timeout=300)
     if fetched.returncode:
-        pytest.skip(f"npm cannot fetch the packages: {fetched.stderr.strip()[-200:]}")
+        pytest.skip(f"npm cannot fetch the packages: {last_line(fetched.stderr)}")
     do(folder, "npm", "run", "build")
     return ["node", "build/stream.js"]
 
@@ -86,7 +90,16 @@ def go(folder: Path) -> list[str]:
     return ["./allspark-stream"]
 
 
-BUILDERS: dict[str, Callable[[Path], list[str]]] = {"go": go, "typescript": typescript}
+def rust(folder: Path) -> list[str]:
+    need("cargo", "protoc")
+    fetched = subprocess.run(["cargo", "fetch"], cwd=folder, capture_output=True, text=True, timeout=300)
+    if fetched.returncode:
+        pytest.skip(f"cargo cannot fetch the crates: {last_line(fetched.stderr)}")
+    do(folder, "cargo", "build")
+    return ["target/debug/allspark-stream"]
+
+
+BUILDERS: dict[str, Callable[[Path], list[str]]] = {"go": go, "rust": rust, "typescript": typescript}
 
 
 @pytest.fixture(scope="module", params=["cpp", *BUILDERS])
@@ -127,7 +140,7 @@ def test_it_prints_tokens_as_they_come(example):
 
 
 def test_tls_and_tokens(example, tmp_path):
-    certificate = make_certificate(tmp_path)
+    certificate = make_signed_certificate(tmp_path)
     (tmp_path / "tokens").write_text(f"generate {TOKEN}\n")
     access = Access(token_file=str(tmp_path / "tokens"),
                     tls=TlsConfig(cert=certificate["cert"], key=certificate["key"]))
