@@ -25,6 +25,9 @@ FIRST_RANK, EVERY_RANK = "first", "every"
 INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "sve512", "sve256",
                     "neon_dotprod", "neon")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+#: the help text of a flag of `allspark serve` and of `allspark http`
+OPEN_METRICS = ("GET /metrics of the HTTP server needs no token, for scrapers that have none, such as a gateway's "
+                "endpoint picker")
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,7 @@ class WorkerOptions(ListenerOptions):
                                       metavar="ADDRESS", worker=True)
     strict_fields: bool = option(False, "refuse requests with unknown fields; otherwise these are ignored, and a "
                                  "header of the answer names them", worker=True)
+    open_metrics: bool = option(False, OPEN_METRICS, section="access", worker=True)
     store: str = option("", "keep responses, files and batches, so that clients can fetch and continue them: a file "
                         "of SQLite, or a URL of SQLAlchemy for several hosts (default: nothing is kept)",
                         section="store", metavar="FILE", worker=True)

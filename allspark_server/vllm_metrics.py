@@ -77,21 +77,27 @@ def families(models: list[ServedModel]) -> Iterator[Metric]:
 
 
 def _information(stats: list[tuple[ServedModel, Any]]) -> Iterator[Metric]:
-    """What gateways read of labels: the size of the cache, and the adapters in use."""
+    """What gateways read of labels: the size of the cache, and the adapters.
+
+    The endpoint picker of the Gateway API's inference extension reads one series of adapters, the latest, and sends
+    requests where their adapter is among those that are "running": loaded and ready to serve. So this is a series of
+    all models, and it is there before the first adapter is: `max_lora` says that there is room.
+    """
     cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's spans, which vLLM calls blocks, as labels",
                               labels=[*_LABELS, "block_size", "num_gpu_blocks", "enable_prefix_caching"])
-    adapters = GaugeMetricFamily("vllm:lora_requests_info", "When the adapters of running and waiting requests, in the "
-                                 "labels, were looked at, Unix time",
+    adapters = GaugeMetricFamily("vllm:lora_requests_info", "When the adapters that are loaded, and those of waiting "
+                                 "requests, in the labels, were looked at, Unix time",
                                  labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"])
+    loaded: set[str] = set()
+    waiting: set[str] = set()
+    most = 0
     for model, stat in stats:
         cache.add_metric([model.name, "0", str(model.info.span_size), str(stat.total_span),
                           str(model.config.enable_prefix_cache)], 1)
-        if model.config.lora_max_num and list(model.adapters):
-            running: set[str] = set()
-            waiting: set[str] = set()
-            for request in list(model.live):
-                if request.adapter is not None:
-                    (running if request.begun else waiting).add(request.adapter.name)
-            adapters.add_metric([str(model.config.lora_max_num), ",".join(sorted(running)), ",".join(sorted(waiting))],
-                                time.time())
+        most += model.config.lora_max_num
+        loaded.update(adapter.name for adapter in model.adapters)
+        waiting.update(request.adapter.name for request in list(model.live)
+                       if request.adapter is not None and not request.begun)
+    if most:
+        adapters.add_metric([str(most), ",".join(sorted(loaded)), ",".join(sorted(waiting))], time.time())
     yield from (cache, adapters)

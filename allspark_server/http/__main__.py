@@ -75,6 +75,7 @@ def main() -> None:
     worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants,
                         certificates=certificates, alive_fd=a.alive_fd, heartbeat=a.heartbeat,
                         origins=frozenset(a.allow_origin), strict_fields=a.strict_fields,
+                        open_endpoints=frozenset({"metrics"} if a.open_metrics else ()),
                         max_file_bytes=a.max_file_mib << 20)
     if a.store:
         worker.jobs = Jobs(Store(open_database(a.store), 86400 * a.store_days, a.store_mib << 20))

@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 
 from allspark_client.config import AsModelConfig
 from allspark_server import access
-from allspark_server.options import ListenerOptions, Option, RankOptions, add_arguments, option, options_of
+from allspark_server.options import (
+    OPEN_METRICS,
+    ListenerOptions,
+    Option,
+    RankOptions,
+    add_arguments,
+    option,
+    options_of,
+)
 
 from .group.http_server import HttpOptions
 from .machine.topology import parse_list, parse_sequence
@@ -67,6 +75,7 @@ class GroupOptions(RankOptions):
     http: str = option("", "also serve OpenAI's API at this address, in processes of its own; see allspark http",
                        metavar="HOST:PORT")
     http_workers: int = option(1, "how many processes serve HTTP", metavar="N")
+    open_metrics: bool = option(False, OPEN_METRICS, section="access")
     hosts: str = option("", "spread the group over these hosts, of which this is one: a file with a line 'NAME' or "
                         "'NAME slots=N' for each, names separated by commas, or auto (the Slurm allocation, or the "
                         "host file of the Kubernetes MPI operator); there is one rank per NUMA node, or per slot, or "

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 from allspark_launch.group.background import background_group
 from support.adapters import write_adapter
 from support.checkpoints import VOCAB, checkpoint
+from support.endpoint_picker import read
 from support.http_helpers import KEYS, http_server_for, token_file
 from support.tiny_tokenizer import add_tokenizer
 
@@ -32,6 +33,9 @@ def test_loading_and_freeing(tmp_path):
             body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
             return client.post("/completions", json=body).json()["choices"][0]["token_ids"]
 
+        def known_to_a_picker() -> set[str]:
+            return set(read(httpx.get(f"http://{address}/metrics", headers=client.headers).text).loaded)
+
         def refused(what: str, status: int, param: str | None = None, **body) -> str:
             found = client.post(f"/{what}_lora_adapter", json=body)
             assert found.status_code == status and found.json()["error"]["param"] == param, found.text
@@ -41,6 +45,7 @@ def test_loading_and_freeing(tmp_path):
         done = client.post("/load_lora_adapter", json=names)
         assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'support' added successfully.")
         assert models() == ["m", "support"] and answer("support") != answer("m")
+        assert known_to_a_picker() == {"support"}, "no request runs: it is loaded"
         assert "unload it first" in refused("load", 400, **names)
         assert str(tmp_path / "none") in refused("load", 404, lora_name="other", lora_path=str(tmp_path / "none"))
         assert "no model named 'n'" in refused("load", 404, "model", **names, model="n")
@@ -51,5 +56,5 @@ def test_loading_and_freeing(tmp_path):
         assert denied.status_code == 403 and models() == ["m", "support"]
         done = client.post("/unload_lora_adapter", json={"lora_name": "support", "model": "m"})
         assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'support' removed successfully.")
-        assert models() == ["m"]
+        assert models() == ["m"] and not known_to_a_picker()
         refused("unload", 404, lora_name="support")
