@@ -182,6 +182,9 @@ class WorkerOptions(ListenerOptions):
                                 "connections are accepted (inf: until they have ended); a second request to stop ends "
                                 "them at once", metavar="SECONDS", worker=True, accepts=lambda value: value >= 0,
                                 rule="a number of seconds, at least 0, or inf")
+    wait_limit: float = option(0.0, "how long requests wait while no group takes any, such as until one is started for "
+                               "them; without it they are refused", metavar="SECONDS", worker=True,
+                               accepts=lambda value: 0 <= value < float("inf"), rule="a number of seconds, at least 0")
     heartbeat: float = option(15.0, "a stream that was silent for so long gets a comment, which clients skip, so that "
                               "proxies keep the connection (0: never)", metavar="SECONDS", worker=True,
                               accepts=lambda value: 0 <= value < float("inf"), rule="a number of seconds, at least 0")

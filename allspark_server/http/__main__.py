@@ -73,7 +73,7 @@ def main() -> None:
     token, names_tenants = pool_token(a.pool_token_file)
     pool = Pool(a.pool, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     worker = HttpWorker(pool, access, BodyReader(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants,
-                        certificates=certificates, alive_fd=a.alive_fd, heartbeat=a.heartbeat,
+                        certificates=certificates, alive_fd=a.alive_fd, wait_limit=a.wait_limit, heartbeat=a.heartbeat,
                         origins=frozenset(a.allow_origin), strict_fields=a.strict_fields,
                         open_endpoints=frozenset({"metrics"} if a.open_metrics else ()),
                         max_file_bytes=a.max_file_mib << 20)

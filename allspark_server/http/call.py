@@ -41,6 +41,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 #: how long a client may stop reading, s, and how many tokens may wait for it meanwhile
 UNREAD_SECONDS, UNREAD_TOKENS = 60.0, 1 << 16
 _LOOK_SECONDS = 1.0
+#: pause between two looks for a group, s
+_GROUP_SECONDS = 0.2
 #: bytes of a body whose request is large, and characters of a piece of an answer
 _LARGE, PIECE = 1 << 20, 1 << 16
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -63,6 +65,8 @@ class HttpWorker:
     certificates: Certificates | None = None
     #: a pipe that gets a byte a second while the event loop runs; -1: none
     alive_fd: int = -1
+    #: how long requests wait while no group takes any, s; 0: they are refused
+    wait_limit: float = 0.0
     #: after how many seconds of silence a stream gets a comment, so that proxies keep it open; 0: never
     heartbeat: float = 0.0
     #: origins of web pages that may read answers (CORS); "*": all
@@ -162,6 +166,8 @@ class Call:
 
     async def model(self, name: str) -> ModelInfo:
         """A model's description, once the model is loaded. Raises ApiError (404) if there is no such model."""
+        if self.worker.wait_limit and self.pool.health():
+            await self._wait_for_a_group()
         base, adapter = await self.pool.resolve(name)
         if not self.client.may_use(name, base):
             raise ApiError(404, f"The model '{name}' does not exist, or this API key does not allow it", "model",
@@ -169,6 +175,20 @@ class Call:
         if await self.pool.is_unloaded(base):
             await self.pool.load(base, self._tell_loading)
         return await self.pool.info(base if not adapter else name)
+
+    async def _wait_for_a_group(self) -> None:
+        """Wait while no group takes requests; the metrics count who does, so that somebody can start one. Raises
+        ApiError (503) after the limit.
+        """
+        until = time.monotonic() + self.worker.wait_limit
+        with self.worker.metrics.waiting():
+            while why := self.pool.health():
+                if time.monotonic() > until:
+                    raise ApiError(503, f"No group has come within {self.worker.wait_limit:g} s: {why}",
+                                   code="unavailable", retry_after=1)
+                if self.wants_stream:       # comments keep the connection from here on
+                    await self.stream()
+                await asyncio.sleep(_GROUP_SECONDS)
 
     async def _tell_loading(self, part: float) -> None:
         """Tell a client that wants a stream that its model is being loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
@@ -37,7 +38,7 @@ def _allocate_files() -> None:
     to one would end the process with a bus error. OSError if there is no room.
     """
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    for kind in ("counter", "histogram", "gauge_mostrecent") if folder else ():
+    for kind in ("counter", "histogram", "gauge_mostrecent", "gauge_livesum") if folder else ():
         path = f"{folder}/{kind}_{os.getpid()}.db"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -76,6 +77,8 @@ class Metrics:
         self._cached = Counter("allspark_http_cached_tokens", "Prompt tokens from the prefix cache", ["model"],
                                registry=registry)
         self._generated = Counter("allspark_http_generated_tokens", "Generated tokens", ["model"], registry=registry)
+        self._waiting = Gauge("allspark_http_requests_waiting", "Requests that wait while no group takes any",
+                              registry=registry, multiprocess_mode="livesum")
         self._expiry: Gauge | None = None
 
     def request(self, endpoint: str, status: int, seconds: float) -> None:
@@ -90,6 +93,10 @@ class Metrics:
         self._generated.labels(model).inc(tokens)
         if first:
             self._first.labels(model).observe(first)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count a request that waits for a group, while the context is entered."""
+        return self._waiting.track_inprogress()
 
     def certificate(self, expires: float) -> None:
         """Report when the certificate of the listener expires, Unix time, s."""

@@ -77,9 +77,10 @@ class GroupOptions(RankOptions):
     http_workers: int = option(1, "how many processes serve HTTP", metavar="N")
     open_metrics: bool = option(False, OPEN_METRICS, section="access")
     hosts: str = option("", "spread the group over these hosts, of which this is one: a file with a line 'NAME' or "
-                        "'NAME slots=N' for each, names separated by commas, or auto (the Slurm allocation, or the "
-                        "host file of the Kubernetes MPI operator); there is one rank per NUMA node, or per slot, or "
-                        "--ranks in all", section="hosts", aliases=("--hostfile",), metavar="FILE|NAMES")
+                        "'NAME slots=N' for each, names separated by commas, or auto (the Slurm allocation, the "
+                        "LeaderWorkerSet, or the host file of the Kubernetes MPI operator); there is one rank per "
+                        "NUMA node, or per slot, or --ranks in all", section="hosts", aliases=("--hostfile",),
+                        metavar="FILE|NAMES")
     remote_shell: str = option("", "the command that runs a command on another host: it gets the host's name and the "
                                "command (default: ssh; srun in a Slurm allocation)", section="hosts", metavar="WORDS")
     ranks: int = option(0, "server processes (default: one per NUMA node)", section="placement", metavar="N",

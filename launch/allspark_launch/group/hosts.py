@@ -1,5 +1,5 @@
-"""The hosts of a group: their names (from a file, a Slurm allocation or the Kubernetes MPI operator), which of them is
-this host, how a command is started on another one, and how many ranks each gets.
+"""The hosts of a group: their names (from a file, a Slurm allocation, a LeaderWorkerSet or the Kubernetes MPI
+operator), which of them is this host, how a command is started on another one, and how many ranks each gets.
 """
 from __future__ import annotations
 
@@ -91,11 +91,21 @@ def _from_environment(environment: Mapping[str, str]) -> list[Host]:
         except (OSError, subprocess.SubprocessError) as error:
             raise ValueError(f"hosts: scontrol does not list those of SLURM_JOB_NODELIST={nodes}: {error}") from None
         return [Host(name) for name in done.stdout.split()]
+    if leader := environment.get("LWS_LEADER_ADDRESS"):
+        # Pods of a LeaderWorkerSet: LEADER.SERVICE.NAMESPACE, and for its workers LEADER-N.SERVICE.NAMESPACE from 1 on.
+        name, dot, rest = leader.partition(".")
+        try:
+            size = int(environment["LWS_GROUP_SIZE"])
+        except (KeyError, ValueError):
+            raise ValueError(f"hosts: LWS_LEADER_ADDRESS={leader} needs LWS_GROUP_SIZE, a number of pods, not "
+                             f"{environment.get('LWS_GROUP_SIZE')!r}") from None
+        return [Host(leader), *(Host(f"{name}-{worker}{dot}{rest}") for worker in range(1, size))]
     file = environment.get("OMPI_MCA_orte_default_hostfile") or environment.get("PRTE_MCA_prte_default_hostfile")
     if file or MPI_OPERATOR.is_file():
         return read_host_file(file or str(MPI_OPERATOR))
-    raise ValueError("hosts: auto finds neither a Slurm allocation (SLURM_JOB_NODELIST) nor a host file of the "
-                     f"Kubernetes MPI operator ({MPI_OPERATOR}); name a file or hosts")
+    raise ValueError("hosts: auto finds neither a Slurm allocation (SLURM_JOB_NODELIST), nor a LeaderWorkerSet "
+                     "(LWS_LEADER_ADDRESS), nor a host file of the Kubernetes MPI operator "
+                     f"({MPI_OPERATOR}); name a file or hosts")
 
 
 def _shell(remote_shell: str, environment: Mapping[str, str]) -> list[str]:

@@ -297,7 +297,9 @@ class HttpServer:
                 process.send_signal(signal.SIGUSR1)
                 self._retired.append(process)
             self._replaced = []
-        self._retired = [process for process in self._retired if process.poll() is None]
+        for process in [process for process in self._retired if process.poll() is not None]:
+            self._retired.remove(process)
+            self._forget_gauges(process.pid)
 
     def _start(self, worker: _Worker) -> None:
         try:
@@ -317,13 +319,18 @@ class HttpServer:
             worker.heard = time.monotonic()
         if status is None:
             return
-        worker.leave()
+        self._forget_gauges(worker.leave().pid)
         if worker in self._replaced:
             self._replaced.remove(worker)
             return
         if time.monotonic() - worker.started > _PROVEN_SECONDS:
             worker.pause = _FIRST_PAUSE
         self._note_failure(worker, f"ended with status {status}{self._out_of_memory.explain()}")
+
+    def _forget_gauges(self, pid: int) -> None:
+        """Forget the gauges of a worker that has ended: the counters stay, but its requests wait no more."""
+        for file in self._folder.glob(f"gauge_live*_{pid}.db"):
+            file.unlink(missing_ok=True)
 
     def _note_failure(self, worker: _Worker, what: str) -> None:
         logger.warning("an HTTP worker %s; starting it again in %.1f s", what, worker.pause)

@@ -112,6 +112,12 @@ def test_finding_hosts(tmp_path, monkeypatch):
     found = find_hosts("auto", "", {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"})
     assert found.hosts == (Host(OWN), Host("n1.invalid"))
     assert found.shell[0] == "srun" and found.shell[-1] == "--nodelist"
+    # the leader of a LeaderWorkerSet on Kubernetes, whose pod's name is its host name
+    leader = f"{OWN}.llm.serving"
+    found = find_hosts("auto", "env", {"LWS_LEADER_ADDRESS": leader, "LWS_GROUP_SIZE": "3", "LWS_WORKER_INDEX": "0"})
+    assert found.hosts == (Host(leader), Host(f"{OWN}-1.llm.serving"), Host(f"{OWN}-2.llm.serving"))
+    with pytest.raises(ValueError, match="needs LWS_GROUP_SIZE, a number of pods, not None"):
+        find_hosts("auto", "env", {"LWS_LEADER_ADDRESS": leader})
     # the Kubernetes MPI operator
     file = tmp_path / "hostfile"
     file.write_text(f"w-0.invalid slots=1\n{OWN} slots=1\n")
