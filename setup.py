@@ -482,6 +482,10 @@ def requirements() -> dict:
         "clang-format==19.1.7",  # the version that .clang-format was written for
         "pybind11>=2.12",  # tests/sanitize builds the native library
         "sqlalchemy>=2.0",
+        "pyyaml>=6.0",
+        # The Helm chart: Helm's own library, which has wheels for this alone, and the schemas of Kubernetes.
+        "helm-python-sdk>=0.2.2; platform_system == 'Linux' and platform_machine == 'x86_64'",
+        "kubernetes-validate>=1.37",
         *otel,
     ]
     # Needed by scripts/check.
