@@ -203,7 +203,7 @@ class Call:
         spec.config.user_request_id = self.request_id
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         spec.large = self.body_size > _LARGE
-        answer = self.pool.generate(spec)
+        answer = self.pool.generate(spec, self._wait_for_a_group if self.worker.wait_limit else None)
         self._answers.append(answer)
         return answer
 

@@ -366,9 +366,11 @@ class Pool:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def generate(self, spec: RequestSpec) -> Answer:
-        """A request, to be entered with `async with`, which starts it and in the end releases it."""
-        return Answer(self, spec)
+    def generate(self, spec: RequestSpec, wait: Callable[[], Awaitable[None]] | None = None) -> Answer:
+        """A request, to be entered with `async with`, which starts it and in the end releases it. `wait` waits for a
+        group, or raises ApiError, if there is none any more; without it, the request is refused then.
+        """
+        return Answer(self, spec, wait)
 
     async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Call a method of the engine; raises ApiError."""
@@ -386,8 +388,8 @@ class Pool:
 class Answer:
     """A running request. Iteration yields its tokens as they arrive; it raises ApiError."""
 
-    def __init__(self, pool: Pool, spec: RequestSpec):
-        self._pool, self.spec = pool, spec
+    def __init__(self, pool: Pool, spec: RequestSpec, wait: Callable[[], Awaitable[None]] | None):
+        self._pool, self.spec, self._wait = pool, spec, wait
         self._generation = AsyncGeneration(pool._engine, spec)
         self.started = False
         self._taken = 0     # tokens that were read
@@ -396,13 +398,25 @@ class Answer:
         self.spec.model, self.spec.config.lora_name = await self._pool.resolve(self.spec.model)
         try:
             self._pool.check_length(self.spec)
-            await self._pool._ask(self._generation.__aenter__)
+            await self._start()
         except ApiError as error:
             if error.param == "prompt" and self.spec.messages is not None:
                 error.param = "messages"
             raise
         self.started = True
         return self
+
+    async def _start(self) -> None:
+        """Start the request. The last group may end just now: then it waits for the next."""
+        while True:
+            try:
+                await self._pool._ask(self._generation.__aenter__)
+                return
+            except ApiError as error:
+                if self._wait is None or error.status not in (429, 503) or not self._pool.health():
+                    raise
+            await self._wait()
+            self._generation = AsyncGeneration(self._pool._engine, self.spec)
 
     async def __aexit__(self, *_: Any) -> None:
         await self._generation.__aexit__()

@@ -70,6 +70,20 @@ def test_requests_wait_for_the_first_group_and_for_the_next(tmp_path):
             found.gone()
 
 
+def test_a_request_that_comes_as_the_last_group_goes(tmp_path):
+    """The server learns within half a second that there is no group; such a request waits for the next one, too."""
+    with door(tmp_path, wait_limit=60.0) as found, ThreadPoolExecutor(1) as threads:
+        with found.group(tmp_path):
+            wait_for(lambda: found.client.get("/health/ready").status_code == 200, 10)
+            assert found.client.post("/v1/completions", json=BODY).status_code == 200
+        call = threads.submit(found.client.post, "/v1/completions", json=BODY)
+        wait_for(lambda: found.waiting() == 1, 40)      # after its attempts to reach a group: RECONNECT_SECONDS
+        with found.group(tmp_path):
+            answer = call.result()
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["token_ids"] == expected([7, 8, 9], 5)
+
+
 def test_a_stream_begins_while_it_waits(tmp_path):
     """Proxies see comments; a client that gives up waits no more."""
     with door(tmp_path, wait_limit=60.0, heartbeat=0.2) as found:
