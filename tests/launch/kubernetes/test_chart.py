@@ -5,10 +5,12 @@ each other. test_cluster.py runs it in an API server.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from allspark_launch.cli import build_parser
 from allspark_launch.group.folders import trusted
 from allspark_launch.group.http_server import HttpOptions
 from allspark_launch.options import given_flags, group_options
+from support import conformity
 from support.chart import CHART, EVERYTHING, NAME, NAMESPACE, OPEN, by_name, combined, render, templates, values_of
 
 NAMED = f"{NAME}-allspark"
@@ -62,6 +65,35 @@ def test_objects_are_valid_to_kubernetes(release, version):
     for pod in templates(release[1]).values():      # also of a LeaderWorkerSet
         validate.validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p", **pod["metadata"]},
                            "spec": pod["spec"]}, version, strict=True)
+
+
+@pytest.fixture(scope="module", params=["1.28.0", "1.37.0"])
+def conform(request, tmp_path_factory):
+    """Runs kubeconform on objects: (exit status, its summary)."""
+    if conformity.PROGRAM is None:
+        pytest.skip("kubeconform is neither on the PATH nor in $ALLSPARK_KUBERNETES")
+    definitions = Path(os.environ.get("ALLSPARK_KUBERNETES", "/none")) / "crds"
+    flags = conformity.write_schemas(tmp_path_factory.mktemp("schemas"), request.param, definitions)
+    if not definitions.is_dir():
+        flags.append("-ignore-missing-schemas")
+
+    def run(objects: list[dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run([conformity.PROGRAM, "-strict", "-summary", "-output", "json", *flags, "-"], text=True,
+                              input=yaml.safe_dump_all(objects), capture_output=True)
+        return done.returncode, json.loads(done.stdout)
+
+    return run
+
+
+def test_kubeconform(release, conform):
+    """Objects of other projects, too, where their definitions are there."""
+    _, objects = release
+    status, report = conform(objects)
+    assert status == 0 and not report["resources"], report
+    assert report["summary"]["valid"] + report["summary"]["skipped"] == len(objects)
+    if "spec" in objects[0]:
+        wrong = [{**objects[0], "spec": {**objects[0]["spec"], "unknown": 1}}]
+        assert conform(wrong)[0] == (0 if conform([objects[0]])[1]["summary"]["skipped"] else 1)
 
 
 def test_the_schema_of_the_values_has_every_key():
