@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
 from allspark_server.models.registry import ARCHITECTURES
+from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
 from allspark_server.weights.common_form import common_form
@@ -163,8 +163,9 @@ class ParamSource(SafetensorsSource):
     def verify(self, rank: int, world: int) -> None:
         """See `Source.verify`."""
         names = sorted(self.files)[rank::world]
+        crc32 = native_library().crc32
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # crc32 runs without the GIL
-            for name, found in zip(names, pool.map(lambda n: zlib.crc32(self.file.raw(n)), names)):
+            for name, found in zip(names, pool.map(lambda n: crc32(self.file.raw(n)), names)):
                 expected = self.file.metadata.get(f"crc32:{name}")
                 if expected != f"{found:08x}":
                     raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "common/crc32.h"
 #include "cpu/isa.h"
 #include "cpu/ops/attention_work.h"
 #include "cpu/ops/indexer.h"
@@ -46,6 +47,16 @@ PYBIND11_MODULE(_native, m) {
   m.def("isas", as::supported_isas, "Instruction sets that both this CPU and this build support, best first.");
   m.def("use_isa", as::use_isa, py::arg("name"),
         "Changes the instruction set in use, before any model or shared memory exists.");
+  m.def(
+      "crc32",
+      [](const py::buffer& data, uint32_t crc) {
+        const py::buffer_info info = data.request();
+        if (info.ndim != 1 || info.strides[0] != info.itemsize)
+          throw std::invalid_argument("crc32: the data must be contiguous, with one dimension");
+        py::gil_scoped_release release;
+        return as::crc32(info.ptr, (size_t)(info.size * info.itemsize), crc);
+      },
+      py::arg("data"), py::arg("crc") = 0, "The CRC-32 of bytes, as zlib.crc32.");
   m.def(
       "matrix_bytes",
       [](int n, int k, const std::string& dtype, int group_size, int experts, int gathered, const py::kwargs& layout) {

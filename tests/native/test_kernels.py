@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -352,3 +353,11 @@ def test_threads_that_cannot_be_had_are_an_error():
                "except RuntimeError as error: print(error)")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("cannot allocate 1000 threads"), done.stderr
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 63, 64, 65, 79, 80, 127, 128, 129, 1000, 4099, 1_000_003])
+def test_crc32_is_that_of_zlib(size):
+    data = np.random.default_rng(size).integers(0, 256, size + 3, dtype=np.uint8)[3:]  # not aligned
+    assert _native.crc32(data) == zlib.crc32(data)
+    assert _native.crc32(data, 0x12345678) == zlib.crc32(data, 0x12345678)
+    assert _native.crc32(memoryview(data.tobytes())) == zlib.crc32(data)
