@@ -2,7 +2,7 @@
 
 Of each metric it takes the first series, whatever its labels are; of the adapters the one with the largest value, which
 is a time (docs/proposals/003-model-server-protocol of kubernetes-sigs/gateway-api-inference-extension, and the core
-metrics extractor of llm-d's inference scheduler with its mapping for the engine type "vllm").
+metrics extractor of llm-d's router with its mapping for the engine type "vllm").
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from prometheus_client.samples import Sample
 
 #: headers that a gateway with an endpoint picker adds to requests
 HEADERS = {"x-gateway-destination-endpoint": "10.0.0.1:8000", "x-gateway-inference-objective": "food-review",
-           "x-gateway-inference-fairness-id": "tenant-1", "x-gateway-model-name-rewrite": "fable",
-           "x-slo-ttft-ms": "200"}
+           "x-llm-d-inference-objective": "food-review", "x-llm-d-inference-fairness-id": "tenant-1",
+           "x-llm-d-model-name-rewrite": "fable", "x-llm-d-slo-ttft-ms": "200"}
 
 
 @dataclass(frozen=True)
