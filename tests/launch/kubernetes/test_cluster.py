@@ -60,6 +60,21 @@ def test_a_leader_worker_set_can_be_scaled(api):
     api.call("DELETE", path)
 
 
+@pytest.mark.parametrize("version,kind,values", [
+    ("apps/v1", "StatefulSet", EVERYTHING),
+    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", combined(EVERYTHING, HOSTS))])
+def test_an_upgrade_keeps_the_number_of_groups_that_keda_has_set(api, version, kind, values):
+    space = f"scaling-{kind.lower()}"
+    api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})
+    with helm.Config(kubeconfig_content=api.kubeconfig, namespace=space) as config:
+        config.install(CHART, NAME, values)
+        api.scale(version, kind, space, NAMED, 3)
+        config.upgrade(CHART, NAME, combined(values, {"podAnnotations": {"upgraded": "yes"}}))
+        found = api.get(version, kind, space, NAMED)["spec"]
+        assert found["replicas"] == 3 and "upgraded" in str(found)
+        config.uninstall(NAME)
+
+
 # --- a release that runs ---------------------------------------------------------------------------------------------
 
 
