@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import texts as texts_
+from . import texts as text_outputs
 from .chat import ChatOptions, check_messages
 from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .errors import AsStatus, nearest_name
@@ -217,8 +217,8 @@ class AbstractEngine(ABC):
             ValueError, TypeError: an argument is wrong.
             AllSparkError: as start_request; ALLSPARK_INVALID_CALL_ERROR for a classifier.
         """
-        return texts_.embed(self, model_name, texts, prompt_name=prompt_name, prompt=prompt, pooling=pooling,
-                            normalize=normalize, dimensions=dimensions, truncate=truncate)
+        return text_outputs.embed(self, model_name, texts, prompt_name=prompt_name, prompt=prompt, pooling=pooling,
+                                  normalize=normalize, dimensions=dimensions, truncate=truncate)
 
     def rerank(self, model_name: str, query: str, documents: Sequence[str], *,
                truncate: bool = True) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -228,7 +228,7 @@ class AbstractEngine(ABC):
         embeddings, with the checkpoint's prompts of queries and documents. truncate: cut documents that are too long.
         Raises as embed; AllSparkError for a classifier with several labels.
         """
-        return texts_.rerank(self, model_name, query, documents, truncate=truncate)
+        return text_outputs.rerank(self, model_name, query, documents, truncate=truncate)
 
     def classify(self, model_name: str, texts: str | Sequence[Any], *,
                  truncate: bool = False) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -237,7 +237,7 @@ class AbstractEngine(ABC):
         texts: a text, or a list of texts, pairs of texts (tuples) and lists of token ids. Raises as embed;
         AllSparkError for a model that is no classifier.
         """
-        return texts_.classify(self, model_name, texts, truncate=truncate)
+        return text_outputs.classify(self, model_name, texts, truncate=truncate)
 
     # --- information ---------------------------------------------------------------------------------------------
 

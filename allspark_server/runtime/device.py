@@ -46,7 +46,7 @@ class Device:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
     full length needs it. latent_caches: the types of a cache for latent attention. missing_ops: ops that it
-    lacks, in words for users. host_memory: it computes in host memory, of which a host cache takes a part.
+    lacks, in words for users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which a host cache takes a part.
     """
 
     isa: str
@@ -58,6 +58,7 @@ class Device:
     cache_share, largest_cache_share = 0.6, 0.9
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
     missing_ops: ClassVar[dict[str, str]] = {}
+    classifies = True
     host_memory = True
     _library: Any  # the native library for the device
 
@@ -247,7 +248,9 @@ class Gpu(Device):
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
-    missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions"}
+    missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions",
+                                             "pool_rows": "attention in both directions"}
+    classifies = False
     cache_share = largest_cache_share = 0.95
     host_memory = False
 

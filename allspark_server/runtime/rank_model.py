@@ -132,6 +132,10 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{self.graph.config.architecture} is not available on GPUs: its layers have "
                                 f"{missing}, which only CPUs compute")
+        if not (self.graph.generates or device.classifies):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"{self.graph.config.architecture} as a classifier or reranker is not available on "
+                                "GPUs: only CPUs compute models that generate no tokens")
 
     def _tell_of_cut_blocks(self, device: Device) -> None:
         """Logs which matrices of a quantized checkpoint would stay quantized if ranks' slices began elsewhere."""

@@ -352,7 +352,8 @@ def test_which_kernels_serve_experts_and_attention():
         ["mma"] if row[1:] == ("bfloat16", 512) else ["simt"] for row in rows]
 
 
-@pytest.mark.parametrize("op, told", [("indexer", "an indexer that selects positions")])
+@pytest.mark.parametrize("op, told", [("indexer", "an indexer that selects positions"),
+                                      ("pool_rows", "attention in both directions")])
 def test_ops_that_only_cpus_have_are_named(op, told):
     assert device.Gpu.missing_ops[op] == told
     assert op not in device.Cpus.missing_ops
