@@ -3,8 +3,8 @@
     pool_churn.py [--members N] [--seconds S] [--every S] [--streams N] [--model DIR]
 
 Clients find the members in a file that is watched. At each interval, the oldest member is killed with SIGKILL, its
-supervisor and its ranks, and a new one is started and listed. The goal is ten minutes with 8 members and 5 s. Prints the
-outputs, the longest wait for a token, and what is left behind.
+supervisor and its ranks, and a new one is started and listed. The goal is ten minutes with 8 members and 5 s. Prints
+the outputs, the longest wait for a token, and what is left behind.
 """
 
 from __future__ import annotations

@@ -45,8 +45,9 @@ class Device:
     isa: the name of its kernels, for users. half: the type that float16 checkpoints are computed in. step_tokens:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
-    full length needs it. latent_caches: the types of a cache for latent attention. missing_ops: ops that it
-    lacks, in words for users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which a host cache takes a part.
+    full length needs it. latent_caches: the types of a cache for latent attention. missing_ops: ops that it lacks, in
+    words for users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which
+    a host cache takes a part.
     """
 
     isa: str
