@@ -78,3 +78,14 @@ def test_layers_differ(heads):
     alone = replace(made, heads=made.heads[:1], names=made.names[:1])
     assert made.drafts(tokens, 2)[0][0] == alone.drafts(tokens, 2)[0][0]
     assert made.drafts(tokens, 2)[0][1] != alone.drafts(tokens, 2)[0][1]
+
+
+@slow
+def test_more_layers_than_are_used(tmp_path, caplog):
+    """Of 9 layers 8 make drafts. A run of theirs has more rows than a step of the model."""
+    made = draft_heads.write(tmp_path, "glm4-moe", layers=9)
+    used = replace(made, heads=made.heads[:8], names=made.names[:8])
+    with Driver(made.path, speculation="mtp", max_step_tokens=16, engine_max_batch=4) as driver:
+        assert driver.info.draft_layers == 8 and driver.runners[0]._draft_step()[0] == 32
+        assert "holds a draft head of 9 layers, of which the first 8 make drafts" in caplog.text
+        draft_heads.check_rounds(driver, used, prompt_of(29, seed=1), [10, 7, -3, 0, 8, 11, *[0] * 18, 9])

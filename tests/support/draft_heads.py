@@ -248,7 +248,7 @@ def check_rounds(driver, made: Checkpoint, prompt: list[int], rounds: list[int])
     """Compares the logits of drafts of several steps of a sequence. rounds: a number of drafts of the head; minus a
     number of right drafts that are given instead, as grammars give them; 0: none.
     """
-    sequence = Sequence(driver, prompt, 64)
+    sequence = Sequence(driver, prompt, 16)
     for count in rounds:
         before, given = list(sequence.tokens), []
         for _ in range(-count):
