@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from allspark_client import AsModelConfig, ClientEngine, TlsConfig
+from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.local_group import SelfStartedGroup
 from allspark_launch.group.background import shipped_model
 from allspark_server.access import Access
@@ -149,6 +150,19 @@ def test_errors(client, served):
     assert "ALLSPARK_IO_ERROR: the server at 127.0.0.1:1 cannot be reached" in gone.errors
 
 
+def test_threads_share_an_engine(client, served):
+    core, address = served
+    words = [f"prompt={i}" for i in range(30)]
+    words[10:10] = ["stop_after=4"]
+    words[21:21] = ["stop_after=0", "drop_after=4"]
+    answers = client(address, "threads=1", "max=25", *words).results()
+    assert [answer["ids"] for answer in answers[:10]] == [[expected([i], 25)] for i in range(10)]
+    for i, answer in enumerate(answers[10:20], 10):
+        assert answer["ids"] == [expected([i], len(answer["ids"][0]))] and len(answer["ids"][0]) >= 4
+    assert len(answers) == 20
+    wait_until(lambda: not core.handles, 5)
+
+
 # --- tokens and TLS ---
 
 def test_tokens_and_tls(client, tmp_path, monkeypatch):
@@ -259,6 +273,23 @@ def test_text_is_resumed_by_its_ids(client, prompt):
         assert cores[1 - at].submitted[-1].input_ids == ids
 
 
+def test_a_draining_member_gets_no_new_requests_but_lost_ones(client):
+    """It may be the last member that can continue them."""
+    with serving(core=FakeEngine(0.02)) as (a, first), serving(core=FakeEngine(0.02)) as (b, second), \
+            cuttable(second) as (cut_second, cut), ClientEngine(first) as engine:
+        info = engine._pool.members[0].call("Drain", pb.DrainRequest(), pb.ServerInfo)
+        assert info.draining
+        found = client(f"{first},{cut_second}", "max=60", "going=5", *(f"prompt={i}" for i in range(3)))
+        found.going()
+        assert len(a.submitted) == 0 and len(b.submitted) == 3
+        cut()
+        assert [answer["ids"] for answer in found.results()] == [[expected([i], 60)] for i in range(3)]
+        assert len(a.submitted) == 3 and all(spec.resumed for spec in a.submitted)
+        alone = client(first, "timeout=0.5", "max=5", "prompt=1")
+        alone.results(1)
+        assert "takes no new requests" in alone.errors and "gave up after" in alone.errors
+
+
 def test_a_new_request_goes_to_a_member_that_is_left(client, tmp_path):
     with server_process(f"unix:{tmp_path}/a") as (a, first), server_process(f"unix:{tmp_path}/b") as (_, second):
         a.kill()
@@ -284,6 +315,22 @@ def test_log_probabilities_are_those_of_the_python_client(client, group):
             tops += [[i for i, _ in pairs] for pairs in elements.log_probs_list]
     assert answer["ids"] == [ids] and answer["tops"] == tops
     assert answer["logprobs"] == pytest.approx(logprobs, rel=1e-5)
+
+
+def test_a_model_on_demand_is_loaded(client, monkeypatch):
+    monkeypatch.setenv("AS_NUMA_NUM", "1")
+    group = SelfStartedGroup()
+    try:
+        address = group.wait(60)[0]
+        with ClientEngine(address) as engine:
+            engine.install_model(AsModelConfig("fable", str(shipped_model()), on_demand=True))
+            engine.start_model("fable")
+            assert engine.list_models()[0].on_demand
+            (answer,) = client(address, "model=fable", "max=5", "text=Once").results()
+            assert len(answer["ids"][0]) == 5 and answer["text"]
+            assert engine.list_models()[0].running
+    finally:
+        group.stop()
 
 
 def test_names_of_dashinfer(built, tmp_path, monkeypatch):

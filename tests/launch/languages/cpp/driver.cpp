@@ -2,7 +2,8 @@
 //
 //   driver ADDRESS [KEY=VALUE...]
 //
-// Keys of the client: resume, timeout, token, ca, cert, key, server_name. Of all following requests: max, n, seed,
+// Keys of the client: resume, timeout, token, ca, cert, key, server_name, model (default: the first that runs), threads
+// (each request has one of its own). Of all following requests: max, n, seed,
 // temperature, early_stopping, logprobs, stop_after (Stop() after so many tokens), drop_after (release it then), going
 // (write "going" once every request has so many tokens). Each prompt=1,2, text=… or chat=… is a request.
 #include <allspark/client.h>
@@ -41,7 +42,7 @@ std::string list(const Values& values) {
   return text.str();
 }
 
-void report(as::Generation& answer, const Wanted& wanted) {
+std::string report(as::Generation& answer, const Wanted& wanted) {
   std::vector<std::vector<int64_t>> ids(wanted.content.config.n.value_or(1));
   std::vector<float> logprobs;
   std::vector<std::string> tops, lists;
@@ -61,16 +62,18 @@ void report(as::Generation& answer, const Wanted& wanted) {
         tops.push_back(list(likely));
       }
       if (wanted.stop_after && count >= wanted.stop_after && !std::exchange(stopped, true)) answer.Stop();
-      if (wanted.drop_after && count >= wanted.drop_after) return;
+      if (wanted.drop_after && count >= wanted.drop_after) return "";
     }
   } catch (const as::AllSparkError& found) { error = found.what(); }
   for (const auto& sample : ids) lists.push_back(list(sample));
   auto stat = answer.queue().RequestStatInfo();
-  std::cout << "{\"ids\": " << list(lists) << ", \"text\": " << quoted(text) << ", \"logprobs\": " << list(logprobs)
-            << ", \"tops\": " << list(tops) << ", \"status\": " << quoted(as::ToString(answer.queue().GenerateStatus()))
-            << ", \"reason\": " << quoted(answer.queue().FinishReason()) << ", \"error\": " << quoted(error)
-            << ", \"length\": " << answer.queue().GeneratedLength() << ", \"told\": " << stat["generated_token_length"]
-            << "}" << std::endl;
+  std::ostringstream line;
+  line << "{\"ids\": " << list(lists) << ", \"text\": " << quoted(text) << ", \"logprobs\": " << list(logprobs)
+       << ", \"tops\": " << list(tops) << ", \"status\": " << quoted(as::ToString(answer.queue().GenerateStatus()))
+       << ", \"reason\": " << quoted(answer.queue().FinishReason()) << ", \"error\": " << quoted(error)
+       << ", \"length\": " << answer.queue().GeneratedLength() << ", \"told\": " << stat["generated_token_length"]
+       << "}\n";
+  return line.str();
 }
 
 int run(int argc, char** argv) {
@@ -80,6 +83,8 @@ int run(int argc, char** argv) {
   std::vector<Wanted> requests;
   Wanted next;
   size_t going = 0;
+  std::string model;
+  bool threads = false;
   options.log = [](const std::string& line) { std::cerr << line << std::endl; };
   for (int i = 2; i < argc; ++i) {
     const std::string word = argv[i], name = word.substr(0, word.find('=')), value = word.substr(word.find('=') + 1);
@@ -98,6 +103,8 @@ int run(int argc, char** argv) {
     if (name == "logprobs") config.logprobs = true, config.top_logprobs = std::stoi(value);
     if (name == "stop_after") next.stop_after = std::stoul(value);
     if (name == "drop_after") next.drop_after = std::stoul(value);
+    if (name == "model") model = value;
+    if (name == "threads") threads = true;
     if (name == "going") going = std::stoul(value);
     next.content = {};
     if (name == "prompt") {
@@ -112,9 +119,20 @@ int run(int argc, char** argv) {
   }
   if (!tls.ca.empty()) options.tls = tls;
   as::ClientEngine engine(argv[1], options);
-  std::string model;
   for (const as::ModelState& state : engine.ListModels())
-    if (state.running) model = state.name;
+    if (model.empty() && state.running) model = state.name;
+  if (threads) {
+    std::vector<std::string> lines(requests.size());
+    std::vector<std::thread> running;
+    for (size_t i = 0; i < requests.size(); ++i)
+      running.emplace_back([&, i] {
+        as::Generation answer = engine.Generate(model, requests[i].content);
+        lines[i] = report(answer, requests[i]);
+      });
+    for (std::thread& each : running) each.join();
+    for (const std::string& line : lines) std::cout << line;
+    return 0;
+  }
   std::vector<as::Generation> answers;
   for (const Wanted& wanted : requests) answers.push_back(engine.Generate(model, wanted.content));
   if (going) {
@@ -122,7 +140,7 @@ int run(int argc, char** argv) {
       while (answer.queue().GeneratedLength() < going) std::this_thread::sleep_for(std::chrono::milliseconds(2));
     std::cout << "going" << std::endl;
   }
-  for (size_t i = 0; i < answers.size(); ++i) report(answers[i], requests[i]);
+  for (size_t i = 0; i < answers.size(); ++i) std::cout << report(answers[i], requests[i]) << std::flush;
   if (requests.empty()) {
     for (const as::MemberState& member : engine.Members())
       std::cout << "{\"address\": " << quoted(member.address) << ", \"connected\": " << member.connected
