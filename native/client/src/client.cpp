@@ -235,8 +235,9 @@ Answer EngineState::ask(grpc::Status (pb::Allspark::Stub::*method)(grpc::ClientC
     for (auto& member : members) {  // another one may have loaded it
       try {
         return call(*member);
-      } catch (const NotLoaded&) {
-      } catch (const Unavailable&) {}
+      } catch (const NotLoaded& error) { log(error.what()); } catch (const Unavailable& error) {
+        log(error.what());
+      }
     }
     throw;
   }
@@ -429,11 +430,7 @@ void EngineState::on_lost(const Session& session, Requests lost, const std::exce
     for (auto& request : lost) request->state->finish(GenerateRequestStatus::GenerateInterrupted);
     return;
   }
-  std::optional<AllSparkError> on_purpose;
-  try {
-    std::rethrow_exception(error);
-  } catch (const AllSparkError& found) { on_purpose = found; } catch (const std::exception&) {
-  }
+  const std::optional<AllSparkError> on_purpose = caught<AllSparkError>(error);
   const std::string text = text_of(error);
   if (!lost.empty()) log(text + "; " + std::to_string(lost.size()) + " live requests");
   Requests resumable;
@@ -809,7 +806,8 @@ AsEngineStat ClientEngine::GetAsEngineStat(const std::string& model_name) {
       total.process_token_persec += stat.process_token_persec;
     } catch (const internal::Unavailable& error) {
       state_->log(error.what());
-    } catch (const internal::NotLoaded&) {  // here; another member may have loaded it
+    } catch (const internal::NotLoaded& error) {  // here; another member may have loaded it
+      state_->log(error.what());
     }
   }
   if (answers == 0) return internal::engine_stat_from_pb(state_->ask(&Stub::GetStat, question));

@@ -312,12 +312,9 @@ void Session::read() {
   writer_.join();
   const grpc::Status status = stream_->Finish();
   std::exception_ptr error = translate(status, context_, address_);
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::invalid_argument& found) {  // about the stream itself
+  if (caught<std::invalid_argument>(error))  // about the stream itself
     error = std::make_exception_ptr(
-        AllSparkError(AsStatus::ALLSPARK_RUNTIME_ERROR, "the session with " + address_ + " ended: " + found.what()));
-  } catch (const std::exception&) {}
+        AllSparkError(AsStatus::ALLSPARK_RUNTIME_ERROR, "the session with " + address_ + " ended: " + text_of(error)));
   Requests started;
   {
     std::lock_guard session_lock(mutex_);

@@ -52,6 +52,15 @@ AllSparkError as_allspark_error(const pb::Error& error);
 // The exception that the engine raised: std::invalid_argument, Draining, NotLoaded or AllSparkError.
 std::exception_ptr error_from_pb(const pb::Error& error);
 std::string text_of(const std::exception_ptr& error);
+// The exception as one of this kind, if it is one.
+template <class Kind>
+std::optional<Kind> caught(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const Kind& found) { return found; } catch (...) {
+    return std::nullopt;
+  }
+}
 // The exception that a failed call stands for: what the engine raised, Unavailable, or AllSparkError.
 std::exception_ptr translate(const grpc::Status& status, const grpc::ClientContext& context,
                              const std::string& address);
