@@ -45,6 +45,15 @@ def _cwm(fields: Fields) -> Fields:
     return translated(fields, **values)
 
 
+def _internlm3(fields: Fields) -> Fields:
+    """The names of its bias fields; transformers serves the same cases."""
+    biases = {name: fields.get(name, bool, False) for name in ("qkv_bias", "bias")}
+    if biases["qkv_bias"] != biases["bias"]:
+        raise fields.error("qkv_bias", f"is {biases['qkv_bias']} with bias={biases['bias']}: they must be equal")
+    old = {"attention_bias": biases["bias"], "mlp_bias": biases["bias"]}
+    return translated(fields, **{**old, **fields.values})
+
+
 ARCHITECTURES = with_classifiers({
     "LlamaForCausalLM": Architecture(llama, "llama", "Llama 2, 3, 3.1, 3.2", kv_heads_required=False,
                                      has_bias_fields=True),
@@ -52,5 +61,7 @@ ARCHITECTURES = with_classifiers({
     "MinistralForCausalLM": Architecture(llama, "ministral", "Ministral", windows=True, window=4096),
     "SmolLM3ForCausalLM": Architecture(llama, "smollm3", "SmolLM3", has_bias_fields=True, windows=True,
                                        nope_layers=True, rope_theta=2e6, tied=True),
+    "InternLM3ForCausalLM": Architecture(llama, "internlm3", "InternLM3", kv_heads_required=False, head_dim=128,
+                                         has_bias_fields=True, translate=_internlm3),
     "CwmForCausalLM": Architecture(llama, "cwm", "CWM", windows=True, window=8192, rope_theta=1e6, translate=_cwm),
 }, "Llama", "Mistral")

@@ -31,7 +31,7 @@ from support.units import GPUS
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases",
-            "exaone4", "arcee", "dots1", "hunyuan-moe")
+            "exaone4", "arcee", "dots1", "hunyuan-moe", "afmoe")
 RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *RECURRENT, *LATENT)
@@ -183,6 +183,7 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("arcee", "engine", test_prompt_in_chunks, {"chunk": 7}),
     ("dots1", GROUP, test_prefix_cache, {}),
     ("hunyuan-moe", "engine", test_prompt_in_chunks, {"chunk": 64}),
+    ("afmoe", GROUP, test_preemption, {}),
     ("qwen3-next", GROUP, test_everything_at_once, {}),
     ("qwen3-next", "engine", test_preemption, {}),
     ("qwen3-5-moe", GROUP, test_prefix_cache, {}),

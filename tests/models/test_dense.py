@@ -351,7 +351,8 @@ def test_configs_that_are_refused(name, change, problem, tmp_path):
 
 @slow
 @pytest.mark.parametrize("name", [*DENSE, *PUBLISHED, "glm4-moe", "minimax-m2", "ernie-moe", "bamba",
-                                  "falcon-h1", "olmoe", "granite-moe", "dots1", "exaone-moe", "hunyuan-moe"])
+                                  "falcon-h1", "olmoe", "granite-moe", "dots1", "exaone-moe", "hunyuan-moe",
+                                  "afmoe"])
 def test_no_value_of_a_field_is_a_surprise(name, tmp_path):
     """Any value of a field is either read or refused with an explanation."""
     config = PUBLISHED.get(name) or json.loads((checkpoint(name) / "config.json").read_text())

@@ -204,6 +204,10 @@ def test_spellings_of_config_json(tmp_path):
     ("dots1", {"layer_types": ["chunked_attention"] * 4}, "4 layers of chunked_attention: expected 4"),
     ("exaone-moe", {"mlp_layer_types": ["sparse"]}, "'mlp_layer_types'.* must hold dense or sparse for each of 5"),
     ("exaone-moe", {"sliding_window": None}, "'sliding_window'.* is missing: layer_types holds sliding_attention"),
+    ("afmoe", {"sliding_window": None}, "'sliding_window'.* is null: expected int"),
+    ("afmoe", {"score_func": "softmax"}, "'score_func'.* is 'softmax': only 'sigmoid' is served"),
+    ("afmoe", {"num_dense_layers": 6}, "'num_dense_layers'.* is 6: it must be from 0 to 5"),
+    ("afmoe", {"global_attn_every_n_layers": 0}, "'global_attn_every_n_layers'.* is 0: it must be positive"),
     ("hunyuan-moe", {"moe_topk": [3, 3, 2]}, r"'moe_topk'.* is \[3, 3, 2\]: only layers of the same size are served"),
     ("hunyuan-moe", {"moe_intermediate_size": 100}, "'moe_intermediate_size'.* is 100: only 200 is served"),
     ("hunyuan-moe", {"num_shared_expert": [2, 2, 2]}, "'num_shared_expert'.* is 2: only 1 is served"),
@@ -227,9 +231,10 @@ def test_published_spellings_of_families_with_experts(tmp_path):
         values.pop("layer_types")
         values.pop("mlp_layer_types", None)
 
-    expected = {name: read(name, lambda _values: None) for name in ("hunyuan-moe", "dots1", "exaone-moe")}
+    expected = {name: read(name, lambda _values: None) for name in ("hunyuan-moe", "dots1", "exaone-moe", "afmoe")}
     assert read("hunyuan-moe", lists) == expected["hunyuan-moe"]
     assert read("dots1", numbers) == expected["dots1"] and expected["dots1"].windows == (0, 0, 61, 61)
+    assert read("afmoe", numbers) == expected["afmoe"] and expected["afmoe"].unrotated == (3,)
     assert read("exaone-moe", numbers) == expected["exaone-moe"] and expected["exaone-moe"].unrotated == (3,)
 
 

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from allspark_client.errors import AllSparkError
 from allspark_server.models import read_config
 from allspark_server.models.rotary import rotary_of
 from reference.loading import logits_after, model_runner
@@ -162,3 +163,14 @@ def test_defaults_of_cwm(tmp_path):
     rope = expected.rope_parameters
     assert (config.rope.type, config.rope.theta, config.rope.factor, config.rope.original_max) == (
         rope["rope_type"], rope["rope_theta"], rope["factor"], rope["original_max_position_embeddings"])
+
+
+def test_published_biases_of_internlm3(tmp_path):
+    """Published checkpoints have other names for them, and transformers serves none with only one of the two."""
+    values = json.loads((checkpoint("internlm3-biases") / "config.json").read_text())
+    values |= {"qkv_bias": values.pop("attention_bias"), "bias": values.pop("mlp_bias")}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path) == read_config(checkpoint("internlm3-biases"))
+    (tmp_path / "config.json").write_text(json.dumps({**values, "bias": False}))
+    with pytest.raises(AllSparkError, match="'qkv_bias'.* is True with bias=False: they must be equal"):
+        read_config(tmp_path)

@@ -31,7 +31,7 @@ LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
 @dataclass(frozen=True)
 class Spec:
     """A checkpoint: architecture family, fields of config.json, stored type, the size of a shard (None: one file), and
-    the name of another architecture with the same network, which transformers does not have.
+    the name of another architecture with the same network, which transformers does not write.
     """
 
     family: str
@@ -82,6 +82,10 @@ CONFIGS = {
     "cwm-mha": Spec("cwm", _sizes(72, 6, 6, 131, head_dim=18, sliding_window=33, tie_word_embeddings=True, layer_types=[
         "sliding_attention", "full_attention", "sliding_attention"]) | _rope(
             "yarn", 1e4, factor=4.0, original_max_position_embeddings=512)),
+    "internlm3": Spec("internlm3", _sizes(112, 14, 2, 149, head_dim=20, max_position_embeddings=200) | _rope(
+        "dynamic", 1e5, factor=6.0), architecture="InternLM3ForCausalLM"),
+    "internlm3-biases": Spec("internlm3", _sizes(96, 6, 6, 157, head_dim=18, attention_bias=True, mlp_bias=True),
+                             architecture="InternLM3ForCausalLM"),
     "mimo": Spec("qwen2", _sizes(72, 14, 2, 151, head_dim=20) | _rope("default", 6.4e5),
                  architecture="MiMoForCausalLM"),
     "mimo-mha": Spec("qwen2", _sizes(96, 6, 6, 131, max_position_embeddings=1024) | _rope(
@@ -167,6 +171,13 @@ EXPERTS = {
                                                   routed_scaling_factor=1.3, num_shared_experts=2,
                                                   layer_types=["full_attention", "sliding_attention", "full_attention"],
                                                   mlp_layer_types=["sparse", "dense", "sparse"])),
+    "afmoe": Spec("afmoe", _sizes(72, 14, 2, 151, 5, head_dim=20, moe_intermediate_size=176, num_experts=10,
+                                  num_experts_per_tok=3, num_shared_experts=1, route_scale=1.7, mup_enabled=True,
+                                  sliding_window=61) | _rope("default", 1e5)),
+    "afmoe-plain": Spec("afmoe", _sizes(96, 6, 3, 131, head_dim=16, moe_intermediate_size=37, num_experts=7,
+                                        num_experts_per_tok=2, num_shared_experts=2, num_dense_layers=0,
+                                        attention_bias=True, tie_word_embeddings=True, sliding_window=33, layer_types=[
+                                            "full_attention", "sliding_attention", "full_attention"])),
     "hunyuan-moe": Spec("hunyuan_v1_moe", _sizes(72, 14, 2, 200, head_dim=20, num_experts=10, moe_topk=3,
                                                  tie_word_embeddings=True, pad_token_id=0)
                         | _rope("dynamic", 1e4, alpha=50.0, factor=1.0)),
@@ -427,6 +438,7 @@ _CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "internlm3": (transformers.InternLM3Config, transformers.AutoModelForCausalLM.from_config),
     "cwm": (transformers.CwmConfig, transformers.CwmForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
@@ -449,6 +461,7 @@ _CLASSES = {
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
+    "afmoe": (transformers.AfmoeConfig, transformers.AfmoeForCausalLM),
     "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM),
     "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
     "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM),
