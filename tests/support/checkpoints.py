@@ -360,9 +360,9 @@ RECURRENT = {
                                                mamba_d_conv=3, mamba_rms_norm=True, mamba_conv_bias=False,
                                                attention_bias=True, tie_word_embeddings=True, pad_token_id=0)
                            | _rope("default", 1e4)),
-    # Norms after the gate, whole groups.
+    # Norms after the gate, whole groups, a state as large as that of published models.
     "falcon-h1-groups": Spec("falcon_h1", _sizes(96, 6, 3, 131, 2, mamba_d_ssm=80, mamba_n_heads=8, mamba_n_groups=4,
-                                                 mamba_d_state=17, mamba_rms_norm=True, mamba_norm_before_gate=False,
+                                                 mamba_d_state=256, mamba_rms_norm=True, mamba_norm_before_gate=False,
                                                  ssm_multipliers=[0.9, 1.4, 0.7, 1.2, 0.8], pad_token_id=0)
                              | _rope("default", 1e4)),
 }
