@@ -13,7 +13,7 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages, plain_tools
-from .choices import DONE, fingerprint, ids_field, logprobs_json, prompt_field, token_bytes, usage
+from .choices import DONE, fingerprint, ids_field, logprobs_json, prompt_field, timings, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs, chat_logprobs_json
 from .pieces import joined, json_list, json_object, quoted
@@ -97,6 +97,7 @@ async def _whole(call: Call, request: ChatRequest, info: ModelInfo, replies: Cha
         "service_tier": "default",
         "system_fingerprint": fingerprint(info),
         **({"prompt_token_ids": replies.choices.answer.prompt_ids} if request.return_token_ids else {}),
+        **({"timings": timings(replies.choices)} if request.timings_per_token else {}),
         **await prompt_field(call.pool, replies.choices, request.prompt_logprobs),
     })
 
@@ -158,9 +159,12 @@ class _Stream:
             if chunks:      # none for a part of a character, or a special token
                 await call.write(chunks.encode())
         last = [self._last(reply) for reply in replies.all if reply.choice.ended is None]
+        more = f',"timings":{json.dumps(timings(replies.choices))}' if self._request.timings_per_token else ""
         if self._wants_usage:
             counts = usage([replies.choices], reasoning=await replies.reasoning_tokens())
-            last.append(f'{self._head}],"usage":{json.dumps(counts)}{_END}')
+            last.append(f'{self._head}],"usage":{json.dumps(counts)}{more}{_END}')
+        elif more:
+            last.append(f"{self._head}]{more}{_END}")
         await call.write("".join(last).encode() + DONE, more=False)
 
     def _last(self, reply: ChatReply) -> str:

@@ -234,6 +234,9 @@ class ChatRequest(Generation):
     continue_final_message: Annotated[
         bool | None, Field(description="The answer continues the last message, which is the assistant's")
     ] = None
+    timings_per_token: Annotated[
+        bool | None, Field(description="llama-server's: the answer, of a stream its last chunk, has `timings`")
+    ] = None
     modalities: Many[Literal["text", "audio"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     # Rejected with any value.

@@ -111,6 +111,32 @@ def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> d
     }
 
 
+def timings(choices: Choices) -> dict[str, Any]:
+    """Where the time of a request that has ended went, in the form of llama-server's `timings`.
+
+    Times are in ms. `queue_ms` is this server's own: from the request's arrival at its group to the first step that
+    computed it; `prompt_ms` goes from there to the first token, and `predicted_ms` to the end. The rate of generation
+    is of the tokens after the first.
+    """
+    stat = choices.answer.stat
+    queue = stat.time_in_queue or stat.finish_time      # it ended while it waited
+    prompt_end = stat.time_to_first_token or stat.finish_time
+    prompt, generated = max(prompt_end - queue, 0.0), stat.finish_time - prompt_end
+    computed = stat.context_token_length - stat.context_cached_length
+    return {
+        "queue_ms": queue,
+        "cache_n": stat.context_cached_length,
+        "prompt_n": computed,
+        "prompt_ms": prompt,
+        "prompt_per_token_ms": prompt / computed if computed else 0.0,
+        "prompt_per_second": 1e3 * computed / prompt if prompt else 0.0,
+        "predicted_n": stat.generated_token_length,
+        "predicted_ms": generated,
+        "predicted_per_token_ms": 1e3 / stat.generate_tps if stat.generate_tps else 0.0,
+        "predicted_per_second": stat.generate_tps,
+    }
+
+
 def fingerprint(info: ModelInfo) -> str:
     """OpenAI's system_fingerprint: if it is equal, so are answers with the same seed."""
     return f"fp_{info.model_hash[:10]}_{info.ranks}"

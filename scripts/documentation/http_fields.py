@@ -88,7 +88,7 @@ _OWN = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "cache_salt", "pri
         "bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
         "spaces_between_special_tokens", "truncate_prompt_tokens", "prompt_logprobs", "add_generation_prompt",
         "continue_final_message", "chat_template_kwargs", "chat_template", "pooling", "thinking_token_budget",
-        "thinking_budget", "thinking_budget_tokens", "custom_params")
+        "thinking_budget", "thinking_budget_tokens", "custom_params", "timings_per_token")
 
 
 def forms() -> Iterator[tuple[str, type]]:

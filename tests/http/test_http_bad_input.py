@@ -186,6 +186,7 @@ WRONG = {
         "reasoning_effort": (1, "much"),
         "add_generation_prompt": (1, "x"),
         "continue_final_message": (1, "x", True),
+        "timings_per_token": ("x", 1),
         "audio": (1, "x", {}),
         "function_call": ("auto", {}),
         "moderation": ({"model": "x"},),

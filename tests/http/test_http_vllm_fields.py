@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pytest
@@ -243,6 +244,33 @@ def test_messages_that_are_continued(api, http_server):
         with pytest.raises(openai.BadRequestError) as wrong:
             api.chat.completions.create(**{**ask, "messages": messages, "extra_body": fields})
         assert wrong.value.param == param
+
+
+@pytest.mark.parametrize("stream, usage", [(False, True), (True, True), (True, False)])
+def test_timings_as_llama_server_has_them(api, http_server, stream, usage):
+    """They add up to less than the client's own time, and count what `usage` counts."""
+    options = {"stream": True, "stream_options": {"include_usage": usage}} if stream else {}
+    body = {"cache_salt": f"timings {stream} {usage}", "timings_per_token": True}
+    long = [{"role": "user", "content": 20 * STORY[0]["content"]}]
+    for cached in (False, True):
+        began = time.monotonic()
+        asked = api.chat.completions.create(messages=long, extra_body=body, **options, **GREEDY)
+        chunks = list(asked) if stream else [asked]
+        took = 1e3 * (time.monotonic() - began)
+        assert [hasattr(chunk, "timings") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        found = chunks[-1].timings
+        assert found["queue_ms"] > 0 and found["prompt_ms"] > 0 and found["predicted_ms"] > 0
+        assert found["queue_ms"] + found["prompt_ms"] + found["predicted_ms"] < took
+        assert found["predicted_n"] == 24 and (found["cache_n"] > 0) == cached
+        assert found["predicted_per_second"] >= 23e3 / found["predicted_ms"] * 0.999
+        assert found["predicted_per_token_ms"] == pytest.approx(1e3 / found["predicted_per_second"])
+        assert found["prompt_per_second"] == pytest.approx(1e3 * found["prompt_n"] / found["prompt_ms"])
+        if usage:
+            counts = chunks[-1].usage
+            assert counts.prompt_tokens == found["prompt_n"] + found["cache_n"]
+            assert counts.prompt_tokens_details.cached_tokens == found["cache_n"]
+    plain = api.chat.completions.create(messages=STORY, **GREEDY)
+    assert not hasattr(plain, "timings")
 
 
 def test_lengths_of_models_and_the_version(api, http_server):
