@@ -481,6 +481,7 @@ def requirements() -> dict:
         "anthropic>=0.40",
         "clang-format==19.1.7",  # the version that .clang-format was written for
         "pybind11>=2.12",  # tests/sanitize builds the native library
+        "playwright>=1.40",  # operates the HTTP server's page, where a browser is installed
         "sqlalchemy>=2.0",
         "pyyaml>=6.0",
         # The Helm chart: Helm's own library, which has wheels for this alone, and the schemas of Kubernetes.

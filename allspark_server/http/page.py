@@ -1,8 +1,11 @@
-"""/, a page to chat and to watch the pool, and /pool, the data of that page."""
+"""/, a page to try the models and to watch the pool, and /pool, data of that page."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,21 @@ from .call import Call
 from .errors import ApiError
 
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
-#: the page loads nothing from elsewhere, and other pages may not embed it
+
+
+def _hashes(element: str) -> bytes:
+    """CSP's sources for the page's elements of this name: the hashes of their texts."""
+    texts = re.findall(f"<{element}>(.*?)</{element}>".encode(), _PAGE, re.DOTALL)
+    return b" ".join(b"'sha256-" + base64.b64encode(hashlib.sha256(text).digest()) + b"'" for text in texts)
+
+
+#: the page runs its own script alone, loads nothing from elsewhere, and makes no markup of text (trusted types, in the
+#: browsers that know them); other pages may not embed it
 _HEADERS = [
-    (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-                                 b"connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
+    (b"content-security-policy", b"; ".join((
+        b"default-src 'none'", b"style-src " + _hashes("style"), b"script-src " + _hashes("script"),
+        b"connect-src 'self'", b"frame-ancestors 'none'", b"base-uri 'none'", b"form-action 'none'",
+        b"require-trusted-types-for 'script'", b"trusted-types 'none'"))),
     (b"referrer-policy", b"no-referrer"),
     (b"x-content-type-options", b"nosniff"),
 ]
@@ -23,7 +37,7 @@ _INFO = ("name", "architecture", "max_length", "max_batch", "ranks", "isa", "wei
 
 
 async def page(call: Call, _: None) -> None:
-    """A page to chat and to watch the pool; it asks for a key if one is needed."""
+    """A page to try the models and to watch the pool; it asks for a key if one is needed."""
     await call.reply(_PAGE, kind=b"text/html; charset=utf-8", headers=_HEADERS)
 
 
