@@ -494,7 +494,7 @@ def requirements() -> dict:
              "grpc-stubs>=1.53", "types-protobuf", "types-psutil"]
     # Other people's clients in the tests, which skip those that are not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
-               "playwright>=1.40", "fschat>=0.2.36", "openai-agents>=0.24", "pydantic-ai-slim[openai]>=2.38",
+               "fschat>=0.2.36", "openai-agents>=0.24", "pydantic-ai-slim[openai]>=2.38",
                "instructor>=1.17", "llama-index-llms-openai-like>=0.8", "dspy>=3.4", "cohere>=5.13",
                "sentence-transformers>=5.1"]
     # The backend of a released wheel, or a build where this one has found no compiler.
