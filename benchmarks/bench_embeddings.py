@@ -1,10 +1,11 @@
 """Compares embeddings of texts on this CPU with sentence-transformers (torch), in one run.
 
-    bench_embeddings.py [--layers N] [--texts N] [--threads N] [--rounds N] [--formats float32,w8a8] [--step N]
+    bench_embeddings.py [--layers N] [--texts N] [--threads N] [--rounds N] [--formats float32,w8a8+bfloat16]
+                        [--step N] [--batch N] [--processor-time]
 
 The shape is that of bge-m3 (XLM-RoBERTa large: 1,024 features, 16 heads, 4,096 in the MLP; 24 layers unless --layers
 says otherwise), with random weights and texts of 128 to 512 tokens. Rounds alternate, and the best of each counts.
-sentence-transformers sorts texts by length and pads them to the longest of 32. The ceiling is the rate of FMA in
+sentence-transformers sorts texts by length and pads them to the longest of a batch. The ceiling is the rate of FMA in
 float32 that all threads reach, measured before each round; "of it" counts the operations of matrices and attention.
 Cosines are those to the float32 embeddings of torch.
 """
@@ -72,7 +73,11 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=100, help="texts (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each (default: %(default)s)")
-    parser.add_argument("--formats", default="float32,w8a8", help="weight formats (default: %(default)s)")
+    parser.add_argument("--formats", default="float32,bfloat16,int8,w8a8,w8a8+bfloat16,w4a8",
+                        help="weight formats, each with the type of its cache if it is another (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="texts of a batch of torch (default: %(default)s)")
+    parser.add_argument("--processor-time", action="store_true", help="count processor time: for a machine with other "
+                                                                      "work, with --threads 1")
     parser.add_argument("--step", type=int, default=0, help="most rows of a step; 0: the engine's choice")
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args()
@@ -87,12 +92,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Engine() as engine:
         directory = Path(folder, "m")
         write_checkpoint(directory, options.layers)
-        peer = SentenceTransformer(str(directory), device="cpu")
-        runs = {"torch float32": lambda: peer.encode(texts, batch_size=32)}
+        runs = {}
+        for dtype in ("float32", "bfloat16"):
+            peer = SentenceTransformer(str(directory), device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
+            runs[f"torch {dtype}"] = lambda peer=peer: peer.encode(texts, batch_size=options.batch)
+        clock = time.process_time if options.processor_time else time.perf_counter
         for form in options.formats.split(","):
+            weights, _, cache = form.partition("+")
             engine.install_model(AsModelConfig(
-                model_name=form, model_path=str(directory), weight_dtype=form, engine_max_length=LONGEST,
-                num_threads=options.threads, max_step_tokens=options.step))
+                model_name=form, model_path=str(directory), weight_dtype=weights, cache_dtype=cache or "auto",
+                weight_group_size=64 if "4" in weights else 0, engine_max_length=LONGEST, num_threads=options.threads,
+                max_step_tokens=options.step))
             engine.start_model(form)
             runs[form] = lambda form=form: engine.embed(form, texts)
         best: dict[str, float] = dict.fromkeys(runs, float("inf"))
@@ -101,11 +111,12 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, run in runs.items():
                 _, rate = _native.measure_roofline(threads=options.threads)
-                began = time.perf_counter()
-                found[name] = run()
-                seconds = time.perf_counter() - began
+                began = clock()
+                found[name] = np.asarray(run(), np.float32)
+                seconds = clock() - began
                 best[name] = min(best[name], seconds)
                 part[name] = max(part[name], work / seconds / rate)
+    found = {name: vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for name, vectors in found.items()}
     reference = found["torch float32"]
     tokens, rows = int(lengths.sum()), []
     print(f"{options.layers} layers, {options.texts} texts, {tokens} tokens, {options.threads} threads")
