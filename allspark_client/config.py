@@ -281,6 +281,9 @@ class GenerateConfig(Checked):
     queue_timeout: float = float_field(0.0, 0.0)
     #: entries of the prefix cache are shared only between requests with the same salt
     cache_salt: str = str_field("")
+    #: a text that the output is expected to resemble, such as the file that it is to edit: its tokens are tried as
+    #: drafts while the output follows it. It changes the speed and nothing else
+    prediction: str = str_field("")
     #: number of samples of the prompt
     n: int = int_field(1, 1, 1024)
 
@@ -312,7 +315,8 @@ class GenerateConfig(Checked):
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}")
         if self.pooling is not None:
-            for name, neutral in (("n", 1), ("logprobs", False), ("prompt_logprobs", None), ("response_format", None)):
+            for name, neutral in (("n", 1), ("logprobs", False), ("prompt_logprobs", None), ("response_format", None),
+                                  ("prediction", "")):
                 if getattr(self, name) != neutral:
                     raise ValueError(f"pooling={self.pooling!r} returns an embedding, and nothing is sampled: "
                                      f"{name}={getattr(self, name)!r} has no meaning with it")

@@ -101,7 +101,7 @@ _SAME = ("do_sample", "seed", "temperature", "top_k", "top_p", "repetition_penal
          "max_new_tokens", "early_stopping", "logprobs", "top_logprobs", "lora_name", "vocab_type", "uuid",
          "user_request_id", "priority", "cache_salt", "n", "min_p", "prompt_logprobs", "pooling",
          "queue_timeout", "min_new_tokens", "truncate_prompt_tokens", "skip_special_tokens",
-         "include_stop_str_in_output", "thinking_token_budget")
+         "include_stop_str_in_output", "thinking_token_budget", "prediction")
 
 
 def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:

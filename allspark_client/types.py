@@ -174,6 +174,8 @@ class RequestStatInfo:
     context_cached_length: int = 0        #: prompt tokens that came from the prefix cache
     context_tps: float = 0.0              #: prompt tokens/s
     generate_tps: float = 0.0             #: generated tokens/s
+    accepted_prediction_tokens: int = 0   #: tokens of GenerateConfig.prediction that were tried and became output
+    rejected_prediction_tokens: int = 0   #: those that were tried in vain
 
     def update(self, values: dict[str, float]) -> None:
         """Set the fields that `values` names. Other keys are ignored: old clients can read newer servers."""

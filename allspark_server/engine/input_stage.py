@@ -27,7 +27,7 @@ from ..chat import ChatFormat, chat_format
 from ..chat.format import TAIL_IDS, opened_in, render, render_pair
 from ..guided import Guidance, Guide, ReasoningBudget, ReasoningTokens
 from ..runtime.plan import Flag, SamplingParams
-from ..scheduler import NO_ADAPTER, TOKEN_BYTES, PromptOutputs, Sequence, StopRules
+from ..scheduler import NO_ADAPTER, TOKEN_BYTES, PredictedText, Prediction, PromptOutputs, Sequence, StopRules
 from .adapters import Adapter
 from .quarantine import MAX_DEATHS
 from .queue_limits import SEQUENCE_BYTES
@@ -207,13 +207,16 @@ class InputStage:
         samplings = [_sampling_params(config, index, len(prompt), known_eos, banned).encode()
                      for index in range(config.n)]
 
+        predicted = self._predicted(config.prediction)
+
         # Make the sequences. A request in quarantine shares no spans with others.
         salt = scope(config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}",
                      adapter.digest if adapter is not None else "", spec.cache_scope)
         root, chains = self._span_keys(salt, prompt, histories)
         stop = StopRules(limit, frozenset(eos) if config.early_stopping else frozenset(),
                          tuple(tuple(word) for word in config.stop_words_ids))
-        words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the samples share the rules
+        # The samples share the rules and the predicted text.
+        shared = TOKEN_BYTES * (sum(map(len, stop.stop_words)) + (len(predicted.ids) if predicted is not None else 0))
         sequences: list[Sequence] = []
         for generated, sampling, guidance, chain in zip(histories, samplings, guidances, chains):
             sequences.append(
@@ -228,8 +231,9 @@ class InputStage:
                     prompt_outputs=None if sequences else prompt_outputs,  # one sample is enough
                     generates=config.pooling is None,
                     guidance=guidance,
+                    prediction=Prediction(predicted, len(prompt)) if predicted is not None else None,
                     tenant=spec.tenant,
-                    extra=SEQUENCE_BYTES + len(sampling) + (0 if sequences else words),
+                    extra=SEQUENCE_BYTES + len(sampling) + (0 if sequences else shared),
                     root=root,
                     keys=chain,
                 )
@@ -362,6 +366,12 @@ class InputStage:
                 if ids and ids not in found:
                     found.append(ids)
         return found
+
+    def _predicted(self, text: str) -> PredictedText | None:
+        """The text that an output is expected to resemble; None if none is given. Drafts are taken from it."""
+        ids = self._need_tokenizer().encode(text, add_special_tokens=False) if text else []
+        check_ids("prediction", ids, self._info.vocab_size)
+        return PredictedText(ids) if ids else None
 
     def _output_texts(self, spec: RequestSpec, markers: tuple[str, ...], eos: tuple[int, ...]
                       ) -> list[OutputText | None]:

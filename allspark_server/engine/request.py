@@ -206,6 +206,9 @@ class Request:
             values["context_tps"] = prompt_len / max(self.first_token - self.first_step, 1e-9)
             if self.generated > 1:
                 values["generate_tps"] = (self.generated - 1) / max(self.last_token - self.first_token, 1e-9)
+        if predictions := [sequence.prediction for sequence in self.sequences if sequence.prediction is not None]:
+            values["accepted_prediction_tokens"] = sum(prediction.accepted for prediction in predictions)
+            values["rejected_prediction_tokens"] = sum(prediction.rejected for prediction in predictions)
         return values
 
     def _set_status(self, status: GenerateRequestStatus) -> None:

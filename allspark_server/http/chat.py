@@ -62,6 +62,9 @@ async def chat(call: Call, request: ChatRequest) -> None:
         config.logprobs, config.top_logprobs = True, request.top_logprobs or 0
     if request.response_format is not None:
         config.response_format = response_format(request.response_format)
+    if request.prediction is not None:
+        text = request.prediction.content
+        config.prediction = text if isinstance(text, str) else "".join(part.text for part in text)
     choice = request.tool_choice
     spec = chat_spec(
         request.model, plain_messages(request.messages), config,

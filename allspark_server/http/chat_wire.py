@@ -207,6 +207,13 @@ ResponseFormat = Annotated[
 ]
 
 
+class Prediction(Wire):
+    """A text that the answer is expected to resemble."""
+
+    type: Literal["content"]
+    content: Content
+
+
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -245,8 +252,8 @@ class ChatRequest(Generation):
     function_call: Any = None
     web_search_options: Any = None
     moderation: Any = None
+    prediction: Prediction | None = None
     # OpenAI's fields for storage, billing and speed. They have no effect.
-    prediction: JsonObject | None = None
     store: bool | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None

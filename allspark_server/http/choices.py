@@ -97,6 +97,7 @@ def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> d
     prompt = sum(len(part.answer.prompt_ids) for part in parts)
     completion = sum(part.tokens for part in parts) if generated else 0
     cached = sum(part.cached_tokens for part in parts)
+    stats = [part.answer.stat for part in parts]
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -105,8 +106,8 @@ def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> d
         "completion_tokens_details": {
             "reasoning_tokens": reasoning,
             "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": sum(stat.accepted_prediction_tokens for stat in stats),
+            "rejected_prediction_tokens": sum(stat.rejected_prediction_tokens for stat in stats),
         },
     }
 

@@ -47,6 +47,7 @@ def check_sizes(request: pb.GenerateRequest, info: ModelInfo, role: Role) -> Non
           for name in ("stop_words_ids", "bad_words_ids") for i, word in enumerate(getattr(config, name)[:MAX_WORDS])),
         ("stop", len(config.stop), MAX_STOPS, "strings"),
         ("bad_words", len(config.bad_words), MAX_STOPS, "strings"),
+        ("prediction", len(config.prediction), info.max_characters or MAX_JSON, "characters"),
         ("logit_bias", len(config.logit_bias), MAX_WORDS, "ids"),
         ("vocab", len(config.vocab), info.vocab_size, "tokens"),
         ("response_format", len(config.response_format_json), MAX_JSON, "bytes as JSON"),

@@ -4,6 +4,7 @@
 results of the oldest one.
 """
 
+from .prediction import PredictedText, Prediction
 from .prompt_outputs import PromptOutputRows, PromptOutputs
 from .quarantine import QuarantineScheduler
 from .scheduler import Scheduler
@@ -19,6 +20,8 @@ __all__ = [
     "Limits",
     "Masked",
     "Outcome",
+    "PredictedText",
+    "Prediction",
     "PromptOutputRows",
     "PromptOutputs",
     "QuarantineScheduler",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..runtime.plan import WorkTable
+from ..runtime.plan import Flag, WorkTable
 from .prompt_outputs import PromptOutputReader
 from .sequence import TOKEN_BYTES, FinishReason, State
 from .state import SchedulerState
 from .step import Outcome, Step, StepResult
+
+_GIVEN = int(Flag.GIVEN)
 
 
 class Completion(SchedulerState):
@@ -41,11 +43,11 @@ class Completion(SchedulerState):
         live = slots[alive]
         table.pending[live] -= 1
         table.certain[live] = table.length[live]
-        if self._drafts is not None or step.masked:
+        if self._drafts is not None or step.masked or step.predicted:
             drafts = step.work.columns[WorkTable.DRAFTS, step.sampling]
             table.longest[live] -= (drafts + 1 - counts)[alive]
             if self._drafts is not None:
-                own = alive & (step.work.columns[WorkTable.MASK, step.sampling] == 0)
+                own = alive & (step.work.columns[WorkTable.FLAGS, step.sampling] & _GIVEN == 0)
                 # ranks may have found fewer drafts
                 self._drafts.learn(slots[own], result.drafted[own], counts[own] - 1)
             counters.drafted_tokens += int(result.drafted.sum())
@@ -60,6 +62,8 @@ class Completion(SchedulerState):
             for index in (~plain).nonzero()[0].tolist():
                 part = slice(int(first[index]), int(first[index] + counts[index]))
                 self._take(outcome, index, tokens[part].tolist(), result.status[part].tolist(), bool(alive[index]))
+        if step.predicted:
+            self._learn_predicted(step, result, outcome, alive)
         counters.computed_rows += step.rows + len(tokens) - len(counts)
         counters.generated_tokens += int(outcome.kept.sum())
         if step.copies is not None:
@@ -67,6 +71,19 @@ class Completion(SchedulerState):
             counters.restored_spans += len(step.copies.restored)
         counters.steps += 1
         return outcome
+
+    def _learn_predicted(self, step: Step, result: StepResult, outcome: Outcome, alive: np.ndarray) -> None:
+        """Notes how many drafts of predictions were accepted, and of these how many belong to the outputs."""
+        flags, slots = step.work.columns[WorkTable.FLAGS, step.sampling], step.work.columns[WorkTable.SLOT]
+        masks = step.work.columns[WorkTable.MASK, step.sampling]
+        given = ((flags & _GIVEN != 0) & (masks == 0)).nonzero()[0]
+        accepted = np.minimum(result.counts[given] - 1, outcome.kept[given])
+        for index, drafted, kept in zip(given.tolist(), result.drafted[given].tolist(), accepted.tolist()):
+            prediction = outcome.sequences[index].prediction
+            if prediction is not None:
+                prediction.learn(drafted, kept)
+        live = given[alive[given]]
+        self._predicted.learn(slots[step.sampling][live], result.drafted[live], result.counts[live] - 1)
 
     def _take_plain(
         self, outcome: Outcome, indices: np.ndarray, counts: np.ndarray, slots: np.ndarray, tokens: np.ndarray

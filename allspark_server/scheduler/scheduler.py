@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from operator import attrgetter
 
 import numpy as np
@@ -63,7 +64,7 @@ class Scheduler(Completion):
         self._plan_decoding(builder)
         may_admit = self.counters.preemptions == preemptions and self._may_admit()
         budget = limits.max_step_tokens - builder.rows
-        if self._drafts is not None or builder.guided:
+        if self._drafts is not None or builder.guided or builder.predicted:
             budget -= int(builder.drafts.sum())
         prompts = sorted((s for s in self._prompts if s is not self.alone), key=_turn_of) if self._prompts else []
         if cost is not None:
@@ -120,9 +121,10 @@ class Scheduler(Completion):
     def _choose_drafts(self, builder: StepBuilder, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
                        budget: int) -> np.ndarray:
         """The number of drafts of each sequence. Drafts do not exceed the sequence's maximum length and leave half of
-        the rows to prompts. Where masks constrain a sequence, it gets only tokens that its grammar forces.
+        the rows to prompts. Where masks constrain a sequence, it gets only tokens that its grammar forces. While the
+        output of a sequence follows a prediction, it gets that one's.
         """
-        if self._drafts is None and not self._slots.any_guided:
+        if self._drafts is None and not self._slots.any_guided and not self._slots.any_predicted:
             return np.zeros(len(slots), np.int64)
         drafts = np.zeros(len(slots), np.int64) if self._drafts is None else self._drafts.choose(slots)
         if len(guided := self._slots.guided[slots].nonzero()[0]):
@@ -137,8 +139,10 @@ class Scheduler(Completion):
                 forced = guidance.forced_after(length)
                 own[n] = len(forced)
                 if forced:
-                    builder.forced[sequences[i].slot] = forced
+                    builder.given[sequences[i].slot] = forced
             drafts[guided] = own
+        if self._slots.any_predicted and len(predicted := self._slots.predicted[slots].nonzero()[0]):
+            self._predict(builder, sequences, slots, longest, drafts, predicted)
         drafts = np.minimum(drafts, self._slots.limit[slots] - longest - 1)
         left = budget - len(slots)
         if self._prompts or self.queue.waiting:
@@ -147,6 +151,21 @@ class Scheduler(Completion):
         if drafts.sum() > left:
             drafts[np.cumsum(drafts) > left] = 0
         return drafts
+
+    def _predict(self, builder: StepBuilder, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
+                 drafts: np.ndarray, predicted: np.ndarray) -> None:
+        """Takes drafts for the sequences at indices `predicted` from their predictions; sets their numbers."""
+        table = self._slots
+        own = slots[predicted]
+        columns = (predicted, table.length[own], longest[predicted], table.pending[own], self._predicted.choose(own))
+        for i, length, end, planned, most in zip(*(column.tolist() for column in columns)):
+            sequence = sequences[i]
+            assert sequence.prediction is not None
+            known_from = functools.partial(table.known_from, sequence)
+            if most and (found := sequence.prediction.drafts(known_from, length, end, planned, most)):
+                builder.given[sequence.slot] = found
+                builder.predicted = True
+                drafts[i] = len(found)
 
     def _make_room(self, builder: StepBuilder, short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
                    longest: np.ndarray, drafts: np.ndarray) -> tuple:
@@ -288,6 +307,8 @@ class Scheduler(Completion):
         self._slots.start(sequence)
         if self._drafts is not None:
             self._drafts.start(sequence.slot)
+        if sequence.prediction is not None:
+            self._predicted.start(sequence.slot)
         bisect.insort(self.active, sequence, key=_order_of)
         bisect.insort(self._prompts, sequence, key=_order_of)
         builder.admitted.append(sequence)

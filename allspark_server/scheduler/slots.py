@@ -16,9 +16,10 @@ class SlotTable:
     those of the current one. `length`: known tokens of the sequence. `longest`: the length after all planned steps
     if all drafts are accepted. `pending`: results still to come. `capacity`: positions in the sequence's spans.
     `limit`: its maximum length, or the length at which it must be recomputed. `guided` (bool): its tokens are
-    sampled under masks. `span_end`: the length at which the next span is full; a full span may enter the prefix
-    cache, and sliding windows may move. `certain`: positions that the last completed step computed, its drafts not
-    counted. `check_each` (bool): its tokens must be checked one by one. `adapter`: the LoRA adapter of its rows.
+    sampled under masks. `predicted` (bool): it has a prediction, and no masks. `span_end`: the length at which the
+    next span is full; a full span may enter the prefix cache, and sliding windows may move. `certain`: positions
+    that the last completed step computed, its drafts not counted. `check_each` (bool): its tokens must be checked
+    one by one. `adapter`: the LoRA adapter of its rows.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until they are needed.
     """
@@ -32,8 +33,8 @@ class SlotTable:
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
         self.certain = np.zeros(slots, np.int64)
-        self.any_guided = False  # whether any sequence ever was guided
-        self.check_each, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
+        self.any_guided = self.any_predicted = False  # whether any sequence ever was
+        self.check_each, self.guided, self.predicted = (np.zeros(slots, bool) for _ in range(3))
         self.adapter = np.full(slots, NO_ADAPTER, np.int64)
         self.eos = np.full((slots, self.EOS), -1, np.int32)
         self.tail = np.zeros((slots, self.TAIL), np.int32)
@@ -49,6 +50,8 @@ class SlotTable:
         self.adapter[slot] = sequence.adapter
         self.guided[slot] = sequence.guidance is not None
         self.any_guided = self.any_guided or bool(self.guided[slot])
+        self.predicted[slot] = sequence.prediction is not None and sequence.guidance is None
+        self.any_predicted = self.any_predicted or bool(self.predicted[slot])
         self.eos[slot] = -1
         if len(stop.eos) <= self.EOS:
             self.eos[slot, : len(stop.eos)] = list(stop.eos)
@@ -63,6 +66,12 @@ class SlotTable:
         """More of its positions are computed, and its full spans are in the prefix cache."""
         full = sequence.computed // self._span_size
         self.span_end[sequence.slot] = (full + 1) * self._span_size if self._track_full_spans else _NEVER
+
+    def known_from(self, sequence: Sequence, begin: int) -> list[int]:
+        """The sequence's known tokens from position `begin` on."""
+        settled = len(sequence.tokens)
+        tail = self.tail[sequence.slot, max(0, begin - settled) : int(self.tail_length[sequence.slot])].tolist()
+        return sequence.tokens[begin:] + tail if begin < settled else tail
 
     def settle(self, sequence: Sequence) -> None:
         """Moves the sequence's tail to its tokens."""

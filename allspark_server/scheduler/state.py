@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..cache import PrefixCache, SpanPool
+from .prediction import PredictedLengths
 from .sequence import Sequence, State
 from .slots import SlotTable
 from .spans import SequenceSpans
@@ -48,6 +49,7 @@ class SchedulerState:
         self._slots = SlotTable(limits.max_batch, limits.span_size, track_full_spans, limits.recompute_beyond)
         lengths = limits.max_batch, limits.max_drafts, limits.first_drafts
         self._drafts = DraftLengths(*lengths) if limits.draft_kind else None
+        self._predicted = PredictedLengths(limits.max_batch)
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the next plan tells the ranks
         self._oversized: list[Sequence] = []

@@ -78,6 +78,7 @@ class Step:
     copies: Copies | None = None  # made before the rows are computed
     masked: list[Masked] = field(default_factory=list)
     states: StateCopies | None = None  # made after `copies`
+    predicted: bool = False  # whether any drafts come from a prediction
 
     def encode(self) -> bytes:
         """The wire form of the step plan."""

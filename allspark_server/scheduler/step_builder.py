@@ -29,8 +29,9 @@ class StepBuilder:
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
-        self.forced: dict[int, list[int]] = {}  # tokens that grammars force, by slot; used as drafts
+        self.given: dict[int, list[int]] = {}  # drafts that grammars force or predictions hold, by slot
         self.guided = False  # whether any sequence samples under masks
+        self.predicted = False  # whether any drafts come from a prediction
 
     def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
         """Adds up to `count` more rows of a prompt. Returns their number and their flags: SAMPLE if they end the
@@ -65,7 +66,7 @@ class StepBuilder:
         columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
         columns[WorkTable.FLAGS, :n] = SAMPLE
         columns[WorkTable.ADAPTER, :n] = slots.adapter[self.slots]
-        if draft_kind or self.forced:
+        if draft_kind or self.given:
             columns[WorkTable.DRAFTS, :n] = self.drafts
             columns[WorkTable.FLAGS, :n] |= np.where(self.drafts > 0, draft_kind, 0)
         if self.span_counts is not None:
@@ -80,21 +81,34 @@ class StepBuilder:
                 for each, new in zip(spans, new_spans):
                     each += new
             sampling = np.flatnonzero(columns[WorkTable.FLAGS] & SAMPLE)
-        known, masked = self._mask(columns, sequences, sampling, slots, masks) if self.guided else ([], [])
-        table = WorkTable(columns, np.array(known, np.int32), [np.array(each, np.int32) for each in spans])
+        given = self._give(columns, n) if self.given else {}
+        masked = self._mask(columns, sequences, sampling, slots, masks, given) if self.guided else []
+        known = np.array([token for drafts in given.values() for token in drafts], np.int32)
+        table = WorkTable(columns, known, [np.array(each, np.int32) for each in spans])
         return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, sampling, self.admitted,
-                    self.rows, self.context, copies, masked, states)
+                    self.rows, self.context, copies, masked, states, self.predicted)
+
+    def _give(self, columns: np.ndarray, decoding: int) -> dict[int, list[int]]:
+        """Assigns given drafts to the first `decoding` items, no more than are planned. Returns them by item."""
+        planned = columns[WorkTable.DRAFTS, :decoding].tolist()
+        given = {index: drafts[: planned[index]]
+                 for index, slot in enumerate(self.slots.tolist())
+                 if planned[index] and (drafts := self.given.get(slot))}
+        places = list(given)
+        columns[WorkTable.N_KNOWN, places] = [len(drafts) for drafts in given.values()]
+        columns[WorkTable.FLAGS, places] &= ~_DRAFTING
+        columns[WorkTable.FLAGS, places] |= _GIVEN
+        return given
 
     def _mask(
-        self, columns: np.ndarray, sequences: list[Sequence], sampling: np.ndarray, slots: SlotTable, row: int
-    ) -> tuple[list[int], list[Masked]]:
-        """Assigns mask rows, from `row` on, and forced drafts to constrained sequences. Returns all forced tokens of
-        the step and its masked samples.
+        self, columns: np.ndarray, sequences: list[Sequence], sampling: np.ndarray, slots: SlotTable, row: int,
+        given: dict[int, list[int]],
+    ) -> list[Masked]:
+        """Assigns mask rows, from `row` on, to constrained sequences. `given`: drafts by item. Returns the step's
+        masked samples.
         """
-        known: list[int] = []
         masked: list[Masked] = []
-        places, rows, counts = [], [], []   # columns with masks, their first rows and their drafts
-        planned = columns[WorkTable.DRAFTS].tolist()    # all rows of the table at once: a step may have hundreds
+        places, rows = [], []   # columns with masks, and their first rows
         lengths = (slots.longest[columns[WorkTable.SLOT]] - 1).tolist()
         for sample, index in enumerate(sampling.tolist()):
             sequence = sequences[index]
@@ -104,15 +118,10 @@ class StepBuilder:
             if guidance.first_masked > lengths[index]:
                 masked.append(Masked(sequence, sample, -1, []))
                 continue
-            drafts = self.forced.get(sequence.slot, [])[: planned[index]] if planned[index] else []
+            drafts = given.get(index, [])
             places.append(index)
             rows.append(row)
-            counts.append(len(drafts))
-            known += drafts
             masked.append(Masked(sequence, sample, row, drafts))
             row += 1 + len(drafts)
         columns[WorkTable.MASK, places] = np.array(rows, np.int32) + 1
-        columns[WorkTable.N_KNOWN, places] = counts
-        columns[WorkTable.FLAGS, places] &= ~_DRAFTING
-        columns[WorkTable.FLAGS, places] |= np.where(np.array(counts) > 0, _GIVEN, 0)
-        return known, masked
+        return masked

@@ -20,7 +20,6 @@ INT32_MAX = 2**31 - 1
 IGNORED: dict[str, dict[str, str]] = {
     "ChatRequest": {
         "user": "OpenAI only records it",
-        "prediction": "it would only change the speed",
         "store": "nothing is stored",
         "metadata": "nothing is stored",
         "service_tier": "there is one tier",

@@ -61,6 +61,24 @@ def test_content_parts_and_developers(api, story):
     assert both[0].choices[0].message.content == both[1].choices[0].message.content
 
 
+def test_predicted_outputs(api, story):
+    """A right prediction is accepted, the wrong part of one rejected, and the answer is the same."""
+    text, ids = story
+    parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+    for content in (text, parts):
+        predicted = {"prediction": {"type": "content", "content": content}, "messages": STORY, **GREEDY}
+        answer = api.chat.completions.create(**predicted)
+        details = answer.usage.completion_tokens_details
+        assert answer.choices[0].message.content == text and answer.usage.completion_tokens == len(ids)
+        assert len(ids) / 2 < details.accepted_prediction_tokens < len(ids)
+    last = list(api.chat.completions.create(stream=True, stream_options={"include_usage": True}, **predicted))[-1]
+    assert last.usage.completion_tokens_details.accepted_prediction_tokens > len(ids) / 2
+    predicted["prediction"] = {"type": "content", "content": text[:24] + " dog with a red hat who lived in a tree"}
+    answer = api.chat.completions.create(**predicted)
+    assert answer.choices[0].message.content == text
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens > 0
+
+
 def test_seeds_and_samples(api):
     ask = {**GREEDY, "temperature": 1.2, "messages": STORY}
     one = api.chat.completions.create(seed=7, n=3, **ask)

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from allspark_server.runtime.plan import Flag
-from allspark_server.scheduler import FinishReason, Sequence, State, StopRules
-from support.fake_group import expected_output
+from allspark_server.scheduler import FinishReason, PredictedText, Prediction, Sequence, State, StopRules
+from support.fake_group import expected_output, next_token
 from support.scheduler_rig import Rig, output, prompt_of, repetitive
 
 RUNS = 800
@@ -83,7 +83,13 @@ class Run:
             prompt = other.tokens[: other.prompt_len]
             stop = StopRules(len(prompt) + 9)
         tenant = rng.choice(self.tenants)
-        sequence = self.rig.add(prompt, stop=stop, priority=rng.randrange(2), tenant=tenant, blocked_on=blocked)
+        prediction = None
+        if rng.random() < 0.2:  # sometimes right, sometimes with other tokens in it
+            guessed = expected_until_stop(prompt, StopRules(stop.max_length), self.token or next_token)[0]
+            text = [token if rng.random() < 0.9 else rng.choice(vocabulary) for token in guessed]
+            prediction = Prediction(PredictedText(text[rng.choice([0, 0, 2]):]), len(prompt))
+        sequence = self.rig.add(prompt, stop=stop, priority=rng.randrange(2), tenant=tenant, blocked_on=blocked,
+                                prediction=prediction)
         self.live.append(sequence)
         if blocked:
             self.blocked.append(sequence)
@@ -151,6 +157,9 @@ class Run:
         assert counters.generated_tokens == sum(map(len, rig.output.values()))
         assert counters.accepted_tokens == executor.accepted <= executor.drafted <= counters.drafted_tokens
         seen = self.seen
+        predictions = [sequence.prediction for sequence in self.live if sequence.prediction is not None]
+        seen["predicted"] += sum(prediction.accepted for prediction in predictions)
+        seen["wrongly predicted"] += sum(prediction.rejected for prediction in predictions)
         seen["accepted"] += counters.accepted_tokens
         seen["rejected"] += executor.drafted - executor.accepted
         seen["discarded"] += counters.discarded_rows
@@ -174,6 +183,6 @@ def test_random_traffic(chunk):
             raise
     wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight",
               "unblocked", "blocked while running", "waited for a prefix", "saved", "restored",
-              "found in the prefix cache", "failed", "oversized",
+              "found in the prefix cache", "failed", "oversized", "predicted", "wrongly predicted",
               "stop", "stop_word", "length")
     assert all(seen[what] >= 5 for what in wanted), seen
