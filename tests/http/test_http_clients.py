@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from support.http_helpers import KEYS, MODEL, STORY
+from support.waiting import wait_for
 
-KEY = KEYS["generate"]
+KEY, PROXY_KEY = KEYS["generate"], "sk-proxy"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,84 @@ def test_litellm(http_server, story):
     assert len(found.data[0]["embedding"]) > 10
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**{**ask, "max_tokens": 5000})
+
+
+@pytest.fixture(scope="module")
+def litellm_proxy(http_server, tmp_path_factory):
+    """The URL of LiteLLM's proxy in front of the server, which it calls as OpenAI's, vLLM's and Anthropic's."""
+    program = Path(sys.executable).with_name("litellm")
+    if not program.exists():
+        pytest.skip("litellm[proxy] is not installed")
+    folder = tmp_path_factory.mktemp("proxy")
+    kinds = {"openai": "openai", "text": "text-completion-openai", "vllm": "hosted_vllm", "claude": "anthropic"}
+    models = [{"model_name": name, "litellm_params": {
+        "model": f"{kind}/{MODEL}", "api_key": KEY,
+        "api_base": http_server.url + ("" if kind == "anthropic" else "/v1")}} for name, kind in kinds.items()]
+    config = {"model_list": models, "general_settings": {"master_key": PROXY_KEY},
+              "litellm_settings": {"num_retries": 0}}
+    (folder / "config.yaml").write_text(json.dumps(config))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(
+            [program, "--config", folder / "config.yaml", "--host", "127.0.0.1", "--port", str(port)], cwd=folder,
+            env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}, stdout=log,
+            stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: process.poll() is not None or _answers(f"{url}/health/liveliness"), 120)
+        assert process.poll() is None, (folder / "log").read_text()[-2000:]
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["openai", "vllm"])
+def test_litellm_proxy(litellm_proxy, story, model):
+    """OpenAI's client by LiteLLM's proxy: all that goes through it comes back as the server wrote it."""
+    api = openai.OpenAI(base_url=f"{litellm_proxy}/v1", api_key=PROXY_KEY, max_retries=0)
+    greedy = {"model": model, "messages": STORY, "temperature": 0, "max_tokens": 24}
+    assert api.chat.completions.create(**greedy).choices[0].message.content == story
+    chunks = list(api.chat.completions.create(stream=True, stream_options={"include_usage": True}, **greedy))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == story
+    assert chunks[-1].usage.completion_tokens == 24
+    predicted = api.chat.completions.create(**greedy, logprobs=True, top_logprobs=2,
+                                            prediction={"type": "content", "content": story})
+    assert predicted.choices[0].message.content == story and len(predicted.choices[0].logprobs.content) == 24
+    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > 12
+    asked = {"model": model, "input": STORY[0]["content"], "temperature": 0, "max_output_tokens": 24}
+    assert api.responses.create(**asked).output_text == story
+    assert [event.type for event in api.responses.create(stream=True, **asked)][-1] == "response.incomplete"
+    with pytest.raises(openai.BadRequestError, match="ContextWindowExceededError.*1024 tokens"):
+        api.chat.completions.create(**{**greedy, "max_tokens": 5000})
+
+
+@pytest.mark.slow
+def test_litellm_proxy_for_other_endpoints(litellm_proxy, http_server):
+    api = openai.OpenAI(base_url=f"{litellm_proxy}/v1", api_key=PROXY_KEY, max_retries=0)
+    asked = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 8}
+    with http_server.client() as client:
+        text = client.post("/v1/completions", json={"model": MODEL, **asked}).json()["choices"][0]["text"]
+    assert {api.completions.create(model=model, **asked).choices[0].text for model in ("text", "vllm")} == {text}
+    assert len(api.embeddings.create(model="openai", input=["A fox", "A dog"]).data) == 2
+    with httpx.Client(base_url=litellm_proxy, headers={"authorization": f"Bearer {PROXY_KEY}"}, timeout=60) as client:
+        ranked = client.post("/v1/rerank", json={"model": "vllm", "query": "A fox", "documents": ["A fox", "Bread"]})
+        assert {entry["index"] for entry in ranked.json()["results"]} == {0, 1}
+        message = {"model": "claude", "messages": STORY, "max_tokens": 8}
+        told = client.post("/v1/messages", json=message).json()
+        assert told["content"][0]["type"] == "text" and told["usage"]["output_tokens"] == 8
+        health = client.get("/health").json()
+        assert (health["healthy_count"], health["unhealthy_count"]) == (4, 0), health
 
 
 @pytest.mark.slow
