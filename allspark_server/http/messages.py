@@ -9,7 +9,7 @@ from allspark_client.config import GenerateConfig
 from allspark_server.chat import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
 
 from .call import Call, new_id
-from .errors import bad_value
+from .errors import bad_value, not_available
 from .messages_wire import MessagesRequest, Prompt, ThinkingOn, messages_of, options_of, response_format_of
 from .pieces import quoted
 from .replies import ChatReplies, ChatReply, chat_spec
@@ -18,7 +18,13 @@ from .sampling import check_room, config_of
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
+_REFUSED = {"mcp_servers": "it calls no MCP servers; let the client call them, and pass their tools in 'tools'"}
+
+
 def _check(request: Prompt) -> None:
+    for name, why in _REFUSED.items():
+        if getattr(request, name):
+            raise not_available(name, why)
     if not request.tools and request.tool_choice is not None and request.tool_choice.type in ("any", "tool"):
         raise bad_value("tool_choice", "it is only allowed when 'tools' are specified")
 

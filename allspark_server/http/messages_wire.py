@@ -179,6 +179,8 @@ class Prompt(Body):
     speed: Literal["standard"] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
+    # Rejected unless it is empty.
+    mcp_servers: Annotated[Many[JsonObject], Field(max_length=64)] | None = None
 
 
 class MessagesRequest(Prompt):

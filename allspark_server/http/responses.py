@@ -86,7 +86,10 @@ async def _answer(call: Call, request: ResponsesRequest, earlier: list[Item], na
     config = config_of(request, info, request.max_output_tokens)
     if LOGPROBS in (request.include or ()):
         config.logprobs, config.top_logprobs = True, request.top_logprobs or 0
-    config.response_format = _format(request)
+    if (answer_format := _format(request)) is not None:
+        if config.response_format is not None:
+            raise bad_value("structured_outputs", "'text.format' already constrains the answer")
+        config.response_format = answer_format
     tools, choice = tools_of(request)
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning is not None:

@@ -7,12 +7,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from .chat_wire import Effort, FunctionName, JsonFormat, JsonSchema, TextFormat
 from .errors import not_available
 from .replies import function_call, function_choice
-from .wire import CUT, INT32_MAX, Body, JsonObject, Many, Metadata, ModelName, Wire
+from .wire import (
+    CUT,
+    INT32_MAX,
+    Body,
+    JsonObject,
+    LogitBias,
+    Many,
+    Metadata,
+    ModelName,
+    Stop,
+    StopTokenIds,
+    StructuredOutputs,
+    Wire,
+)
+
+#: beginnings of the types of tools that OpenAI's servers run themselves
+_HOSTED_TOOLS = ("web_search", "file_search", "code_interpreter", "image_generation")
 
 # --- input -------------------------------------------------------------------------------------------------------
 
@@ -109,10 +125,20 @@ Item = Annotated[
 # --- tools and text ----------------------------------------------------------------------------------------------
 
 
+def _no_hosted_tool(kind: Any) -> Any:
+    """Refuses the tools that OpenAI's servers run themselves, with what to do instead."""
+    if kind == "mcp":
+        raise ValueError("this server calls no MCP servers; let the client list their tools and call them, and pass "
+                         "them as tools of type 'function'")
+    if isinstance(kind, str) and kind.startswith(_HOSTED_TOOLS):
+        raise ValueError("this server runs no tools itself; allowed: 'function'")
+    return kind
+
+
 class FunctionTool(Wire):
     """A function that the model may call."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], BeforeValidator(_no_hosted_tool)]
     name: FunctionName
     description: str | None = None
     parameters: JsonObject | None = None
@@ -210,6 +236,23 @@ class ResponsesRequest(Body):
     cache_salt: Annotated[str | None, Field(max_length=1024), CUT] = None
     priority: Annotated[int | None, Field(ge=-INT32_MAX, le=INT32_MAX)] = None
     chat_template_kwargs: JsonObject | None = None
+    # vLLM's fields of responses, as for chats.
+    stop: Stop | Annotated[Many[Stop], Field(max_length=4)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: Annotated[
+        bool | None, Field(description="Continue after an end-of-sequence token, up to max_output_tokens")
+    ] = None
+    min_tokens: Annotated[
+        int | None, Field(ge=0, le=INT32_MAX, description="Fewest tokens before one that ends the answer")
+    ] = None
+    stop_token_ids: StopTokenIds | None = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    logit_bias: LogitBias | None = None
+    skip_special_tokens: Annotated[
+        bool | None, Field(description="`false`: special tokens have text, but for the one that ends the answer")
+    ] = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 # --- as messages -------------------------------------------------------------------------------------------------

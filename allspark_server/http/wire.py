@@ -147,6 +147,15 @@ ModelName = Annotated[str, Field(min_length=1, max_length=1024), CUT]
 Stop = Annotated[str, Field(min_length=1, max_length=1024), CUT]
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512), CUT]], Field(max_length=16), FirstError]
 
+LogitBias = Annotated[
+    dict[Annotated[str, Field(max_length=10), CUT], Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024),
+    FirstError,
+]
+StopTokenIds = Annotated[
+    Many[Annotated[int, Field(ge=0, le=INT32_MAX)]],
+    Field(max_length=256, description="Token ids that end the answer, beside the model's own"),
+]
+
 
 class StructuredOutputs(Wire):
     """vLLM's field for constrained answers: one of its fields is given."""
@@ -180,10 +189,7 @@ class Generation(Body):
     stop: Stop | Annotated[Many[Stop], Field(max_length=4)] | None = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    logit_bias: Annotated[
-        dict[Annotated[str, Field(max_length=10), CUT], Annotated[float, Field(ge=-100, le=100)]],
-        Field(max_length=1024), FirstError,
-    ] | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: Annotated[int | None, Field(ge=0, le=INT32_MAX)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -217,10 +223,7 @@ class Generation(Body):
     min_tokens: Annotated[
         int | None, Field(ge=0, le=INT32_MAX, description="Fewest tokens before one that ends the answer")
     ] = None
-    stop_token_ids: Annotated[
-        Many[Annotated[int, Field(ge=0, le=INT32_MAX)]] | None,
-        Field(max_length=256, description="Token ids that end the answer, beside the model's own"),
-    ] = None
+    stop_token_ids: StopTokenIds | None = None
     return_token_ids: Annotated[
         bool | None, Field(description="Add `prompt_token_ids`, and to each choice `token_ids`")
     ] = None

@@ -79,6 +79,8 @@ CONDITIONS: dict[tuple[str, str], str] = {
     ("ResponsesRequest", "background"): "needs `--store`",
     ("ResponsesRequest", "truncation"): "only `disabled`",
     ("ResponsesRequest", "text"): "`text.verbosity` only `medium`",
+    ("ResponsesRequest", "tools"): "only of type `function`: the server runs no tools itself, and calls no MCP servers",
+    ("ResponsesRequest", "structured_outputs"): "not together with `text.format`",
     ("ResponsesRequest", "tool_choice"): "needs `tools`, unless it is `none` or `auto`",
     ("ResponsesRequest", "stream_options"): "needs `stream`",
 }
@@ -105,8 +107,8 @@ def _endpoints() -> list[tuple[str, str, Any]]:
 
 def refusals(form: type) -> dict[str, str]:
     """Fields that are refused whatever they hold, with the reason, from the endpoint's own module."""
-    from allspark_server.http import chat, responses
-    modules = {"ChatRequest": chat, "ResponsesRequest": responses}
+    from allspark_server.http import chat, messages, responses
+    modules = {"ChatRequest": chat, "MessagesRequest": messages, "ResponsesRequest": responses}
     module = modules.get(form.__name__)
     return dict(module._REFUSED) if module else {}
 

@@ -101,11 +101,16 @@ COUNTED = {
     "output_config": (1, {"format": {"type": "x"}}, {"effort": "x"}),
     "cache_control": (1, {"type": "x"}),
     "speed": ("fast", 1),
+    "mcp_servers": (1, "x", [1], [{"type": "url", "url": "https://example.org/mcp", "name": "x"}]),
     "user_profile_id": (1,),
     "workspace_id": (1,),
     "nonsense": (1, None),
 }
 OWN = {name: GENERATION[name] for name in ("seed", "top_k", "min_p", "repetition_penalty", "cache_salt", "priority")}
+#: vLLM's fields of responses
+OF_VLLM = {name: GENERATION[name] for name in (
+    "stop", "include_stop_str_in_output", "ignore_eos", "min_tokens", "stop_token_ids", "presence_penalty",
+    "frequency_penalty", "logit_bias", "skip_special_tokens", "structured_outputs")}
 WRONG = {
     "/v1/messages/count_tokens": COUNTED,
     "/v1/messages": {
@@ -121,6 +126,7 @@ WRONG = {
     },
     "/v1/responses": {
         **OWN,
+        **OF_VLLM,
         "model": GENERATION["model"],
         "input": (1, True, None, {}, "", [], [1], [{}], [{"role": "user"}], [{"role": "x", "content": "x"}],
                   [{"role": "user", "content": 1}], [{"role": "user", "content": [{"type": "input_image"}]}],
@@ -134,8 +140,9 @@ WRONG = {
         "top_logprobs": ("1", True, -1, 21),
         "stream": GENERATION["stream"],
         "stream_options": (1, {"include_usage": True}, {"include_obfuscation": False}),     # without a stream
-        "tools": (1, [1], [{}], [{"type": "web_search"}], [{"type": "function"}],
-                  [{"type": "function", "name": "a b"}], 2 * [{"type": "function", "name": "f"}]),
+        "tools": (1, [1], [{}], [{"type": "web_search"}], [{"type": "mcp", "server_label": "x"}],
+                  [{"type": "function"}], [{"type": "function", "name": "a b"}],
+                  2 * [{"type": "function", "name": "f"}]),
         "tool_choice": (1, "x", {}, "required", {"type": "function", "name": "f"}),
         "parallel_tool_calls": (1, "x"),
         "max_tool_calls": ("1", 0),

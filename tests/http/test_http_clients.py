@@ -182,6 +182,30 @@ metric_list: [{{metric: acc}}]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"])
+def test_guidellm(http_server, tmp_path, path):
+    """A load test by GuideLLM: every request succeeds, and has the length that it asks for."""
+    program = Path(sys.executable).with_name("guidellm")
+    if not program.exists():
+        pytest.skip("guidellm is not installed")
+    from allspark_launch.group.background import shipped_model
+
+    backend = {"kind": "openai_http", "target": http_server.url, "model": MODEL, "api_key": KEY, "request_format": path}
+    done = subprocess.run(
+        [program, "run", "--backend", json.dumps(backend), "--profile", "kind=concurrent,streams=3", "--constraint",
+         "kind=max_requests,count=6", "--tokenizer", f"kind=huggingface_auto,model={shipped_model()}", "--data",
+         "kind=synthetic_text,prompt_tokens=20,output_tokens=12", "--output", f"kind=json,path={tmp_path}/out.json",
+         "--disable-console"],
+        capture_output=True, text=True, timeout=250, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    requests = json.loads((tmp_path / "out.json").read_text())["benchmarks"][0]["requests"]
+    assert not requests["errored"], requests["errored"][0]["error"]
+    assert len(requests["successful"]) >= 6
+    if path != "/v1/embeddings":
+        assert {request["output_metrics"]["text_tokens"] for request in requests["successful"]} == {12}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_schemathesis(http_server, tmp_path):
     """Requests generated from the server's own OpenAPI description, for an existing model: no 5xx, no hang."""

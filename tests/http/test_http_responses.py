@@ -81,6 +81,17 @@ def test_what_is_refused(api, field, value):
     assert error.value.param.split("[")[0] == field
 
 
+@pytest.mark.parametrize("kind,why", [
+    ("mcp", "calls no MCP servers; let the client"), ("web_search_preview", "runs no tools itself"),
+    ("code_interpreter", "runs no tools itself"), ("nonsense", "Input should be 'function'"),
+])
+def test_tools_that_a_server_would_run(api, kind, why):
+    tool = {"type": kind, "server_label": "docs", "server_url": "https://example.org/mcp", "require_approval": "never"}
+    with pytest.raises(openai.BadRequestError, match=why) as error:
+        api.responses.create(input=TEXT, tools=[tool], **GREEDY)
+    assert error.value.param == "tools[0].type" and f"but got '{kind}'" in error.value.message
+
+
 def test_an_error_in_a_stream(api):
     with pytest.raises(openai.BadRequestError) as error:
         api.responses.create(input=TEXT, stream=True, **{**GREEDY, "max_output_tokens": 5000})

@@ -279,3 +279,22 @@ def test_lengths_of_models_and_the_version(api, http_server):
     length = http_server.engine.get_model_info(MODEL).max_length
     assert {model.max_model_len for model in api.models.list().data} == {length}
     assert api.get("/../version", cast_to=object) == {"version": __version__}
+
+
+def test_fields_of_responses(api):
+    """What vLLM's /v1/responses takes beside OpenAI's fields means what it means in chats."""
+    def ask(question, **more):
+        return api.responses.create(model=MODEL, input=question, temperature=0, max_output_tokens=20, extra_body=more)
+
+    sum_, fox = "What is 2+3?", STORY[0]["content"]
+    assert ask(sum_).status == "completed" and ask(sum_).usage.output_tokens < 10
+    assert ask(sum_, ignore_eos=True, stop=None).usage.output_tokens == 20    # as guidellm asks
+    assert ask(sum_, min_tokens=15).usage.output_tokens >= 15
+    story = ask(fox).output_text
+    assert "there" in story and ask(fox, stop=[" there"]).output_text == story.split(" there")[0]
+    kept = ask(fox, stop="there", include_stop_str_in_output=True).output_text
+    assert kept == story.split("there")[0] + "there"
+    assert ask(fox, structured_outputs={"choice": ["zebra"]}).output_text == "zebra"
+    assert ask(fox, frequency_penalty=2.0, presence_penalty=2.0).output_text != story
+    with pytest.raises(openai.BadRequestError, match="'text.format' already constrains"):
+        ask(fox, structured_outputs={"choice": ["a"]}, text={"format": {"type": "json_object"}})
