@@ -64,6 +64,8 @@ class ToolCall(Wire):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    #: the number that a stream gave it, which clients that join chunks send back
+    index: Annotated[int | None, Field(ge=0, le=INT32_MAX)] = None
 
 
 class AssistantMessage(Wire):
@@ -103,7 +105,8 @@ def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages in the form of chat templates."""
     plain_chat = []
     for message in messages:
-        plain = message.model_dump(exclude_none=True, exclude={"refusal", "annotations"})
+        plain = message.model_dump(exclude_none=True, exclude={
+            "refusal": True, "annotations": True, "tool_calls": {"__all__": {"index"}}})
         if message.role == "developer":     # templates know only the older name
             plain["role"] = "system"
         if message.role == "assistant":

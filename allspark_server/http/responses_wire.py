@@ -22,6 +22,7 @@ from .wire import (
     Metadata,
     ModelName,
     Stop,
+    Stops,
     StopTokenIds,
     StructuredOutputs,
     Wire,
@@ -237,7 +238,7 @@ class ResponsesRequest(Body):
     priority: Annotated[int | None, Field(ge=-INT32_MAX, le=INT32_MAX)] = None
     chat_template_kwargs: JsonObject | None = None
     # vLLM's fields of responses, as for chats.
-    stop: Stop | Annotated[Many[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Stops | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: Annotated[
         bool | None, Field(description="Continue after an end-of-sequence token, up to max_output_tokens")

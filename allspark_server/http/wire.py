@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from allspark_client.generate_checks import MAX_STOPS
 from allspark_server.json_structure import MAX_CONTAINERS
 
 from .errors import from_validation, invalid_json
@@ -145,6 +146,9 @@ CUT = BeforeValidator(_cut)
 Expression = Annotated[str, Field(min_length=1, max_length=_MAX_EXPRESSION), CUT]
 ModelName = Annotated[str, Field(min_length=1, max_length=1024), CUT]
 Stop = Annotated[str, Field(min_length=1, max_length=1024), CUT]
+#: OpenAI takes 4, but clients of other servers send more: Continue 12 to complete code with Qwen, lm_eval what its
+#: task has
+Stops = Annotated[Many[Stop], Field(max_length=MAX_STOPS)]
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512), CUT]], Field(max_length=16), FirstError]
 
 LogitBias = Annotated[
@@ -186,7 +190,7 @@ class Generation(Body):
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
     n: Annotated[int | None, Field(ge=1, le=128)] = None
     seed: Annotated[int | None, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] = None
-    stop: Stop | Annotated[Many[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Stops | None = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: LogitBias | None = None

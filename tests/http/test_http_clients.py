@@ -149,36 +149,62 @@ def test_langchain(http_server, story):
     assert len(one) == len(two) and one != two
 
 
-@pytest.mark.slow
-def test_lm_eval(http_server, tmp_path):
-    """A local task through local-completions: log probabilities of given texts, and generated texts."""
+def lm_eval(http_server, folder: Path, model: str, path: str, task: str, *more: str) -> dict:
+    """The results of a task, whose data is local, by lm_eval's client."""
     pytest.importorskip("lm_eval")
     from allspark_launch.group.background import shipped_model
 
     questions = [{"text": "Once upon a time there was a fox", "good": " who", "bad": " zz"}] * 4
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
-    (tmp_path / "fox.yaml").write_text(f"""\
+    (folder / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    (folder / "fox.yaml").write_text(f"""\
 task: fox
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {tmp_path}/data.jsonl}}}}
+dataset_kwargs: {{data_files: {{test: {folder}/data.jsonl}}}}
 test_split: test
-output_type: multiple_choice
 doc_to_text: "{{{{text}}}}"
-doc_to_choice: ["{{{{good}}}}", "{{{{bad}}}}"]
-doc_to_target: 0
 target_delimiter: ""
-metric_list: [{{metric: acc}}]
+{task}
 """)
-    arguments = (f"model={MODEL},base_url={http_server.url}/v1/completions,tokenizer={shipped_model()},"
+    arguments = (f"model={MODEL},base_url={http_server.url}{path},tokenizer={shipped_model()},"
                  "tokenized_requests=False,num_concurrent=2,max_length=512")
     done = subprocess.run(
-        [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments, "--tasks", "fox",
-         "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")],
+        [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", arguments, "--tasks", "fox",
+         "--include_path", folder, "--output_path", folder / "out", *more],
         capture_output=True, text=True, timeout=280,
         env={**os.environ, "OPENAI_API_KEY": KEY, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(next((tmp_path / "out").rglob("results*.json")).read_text())
-    assert found["results"]["fox"]["acc,none"] == 1.0
+    return json.loads(next((folder / "out").rglob("results*.json")).read_text())["results"]["fox"]
+
+
+@pytest.mark.slow
+def test_lm_eval(http_server, tmp_path):
+    """Multiple choice through local-completions: log probabilities of given texts."""
+    found = lm_eval(http_server, tmp_path, "local-completions", "/v1/completions", """\
+output_type: multiple_choice
+doc_to_choice: ["{{good}}", "{{bad}}"]
+doc_to_target: 0
+metric_list: [{metric: acc}]""")
+    assert found["acc,none"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model,path", [
+    ("local-completions", "/v1/completions"), ("local-chat-completions", "/v1/chat/completions")])
+def test_lm_eval_generates(http_server, tmp_path, model, path):
+    """Generated texts, with as many stop strings as tasks for code have: completions get all of them."""
+    with http_server.client() as client:
+        asked = {"model": MODEL, "temperature": 0, "max_tokens": 12, "seed": 1234, "stop": "."}
+        text = "Once upon a time there was a fox"
+        chat = path.endswith("chat/completions")
+        asked |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        choice = client.post(path, json=asked).json()["choices"][0]
+        right = choice["message"]["content"] if chat else choice["text"]
+    found = lm_eval(http_server, tmp_path, model, path, f"""\
+output_type: generate_until
+doc_to_target: {json.dumps(right)}
+generation_kwargs: {{until: [".", "\\nclass", "\\ndef", "\\n#", "\\nif", "\\nprint"], max_gen_toks: 12}}
+metric_list: [{{metric: exact_match}}]""", *(["--apply_chat_template"] if chat else []))
+    assert found["exact_match,none"] == 1.0
 
 
 @pytest.mark.slow
