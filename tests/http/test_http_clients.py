@@ -232,6 +232,29 @@ def test_guidellm(http_server, tmp_path, path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("promptfoo") is None, reason="promptfoo (npm) is not installed")
+def test_promptfoo(http_server, story, tmp_path):
+    """An evaluation over three endpoints, with a text that it must find and counts of tokens that it reads."""
+    providers = [{"id": f"openai:{kind}:{MODEL}", "config": {
+        "apiBaseUrl": f"{http_server.url}/v1", "apiKey": KEY, "temperature": 0, "max_tokens": 24,
+        **({"max_output_tokens": 24} if kind == "responses" else {})}} for kind in ("chat", "completion", "responses")]
+    (tmp_path / "config.json").write_text(json.dumps({
+        "prompts": [STORY[0]["content"]], "providers": providers,
+        "tests": [{"assert": [{"type": "javascript", "value": "output.length > 5"}]}]}))
+    done = subprocess.run(
+        ["promptfoo", "eval", "-c", tmp_path / "config.json", "-o", tmp_path / "out.json", "--no-cache",
+         "--no-progress-bar"], capture_output=True, text=True, timeout=280, cwd=tmp_path,
+        env={**os.environ, "PROMPTFOO_DISABLE_TELEMETRY": "1", "PROMPTFOO_DISABLE_UPDATE": "1",
+             "PROMPTFOO_DISABLE_REMOTE_GENERATION": "true", "PROMPTFOO_CONFIG_DIR": str(tmp_path / "own")})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = {result["provider"]["id"].split(":")[1]: result
+             for result in json.loads((tmp_path / "out.json").read_text())["results"]["results"]}
+    assert all(result["success"] for result in found.values()) and len(found) == 3
+    assert found["chat"]["response"]["output"] == found["responses"]["response"]["output"] == story
+    assert {result["response"]["tokenUsage"]["completion"] for result in found.values()} == {24}
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_schemathesis(http_server, tmp_path):
     """Requests generated from the server's own OpenAPI description, for an existing model: no 5xx, no hang."""
