@@ -18,8 +18,9 @@ pytest.importorskip("transformers.models.qwen3_5_moe")
 
 from allspark_client import AllSparkError, AsModelConfig
 from allspark_client.types import AsCacheMode
+from allspark_server.engine.input_stage import InputStage
 from allspark_server.runtime.device import Cpus
-from allspark_server.scheduler import state
+from allspark_server.scheduler import PredictedText, state
 from allspark_server.scheduler.speculation import DraftLengths
 from support import draft_heads, eagle_heads, quantized_checkpoints
 from support.adapters import write_adapter
@@ -89,8 +90,8 @@ class Installed:
     def __exit__(self, *_):
         self.engine.release_model(self.name)
 
-    def run(self, order, together, tokens=40):
-        """Ids, bits of logprobs and finish reason, by request."""
+    def run(self, order, together, tokens=40, predictions=None):
+        """Ids, bits of logprobs and finish reason, by request. `predictions`: by request, ids as text."""
         started, outputs = {}, {}
 
         def take(i):
@@ -103,7 +104,8 @@ class Installed:
         for i in order:
             prompt, config = REQUESTS[i]
             _, handle, queue = self.engine.start_request(self.name, {"input_ids": prompt}, {
-                "max_new_tokens": tokens, "eos_token_id": -1, "logprobs": True, **config})
+                "max_new_tokens": tokens, "eos_token_id": -1, "logprobs": True, **config,
+                "prediction": predictions[i] if predictions else ""})
             started[i] = handle, queue
             if not together:
                 take(i)
@@ -133,6 +135,33 @@ def test_no_bit_changes(name, layers, paths, engine_of):
     with Installed(engine, path, cache_memory=small) as drafting:
         assert drafting.run(order, together=True) == expected
         assert drafting.counters.preemptions > 0 and drafting.counters.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("steps", ["as they are", "queued"])
+@pytest.mark.parametrize("kind", ["off", "mtp"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_predictions_change_no_bit(name, kind, steps, paths, engine_of, queued, monkeypatch):
+    """Predicted outputs, partly wrong, beside the drafts of a head: where states advance between the rows of drafts,
+    and where steps are queued.
+    """
+    def predicted(stage, text):
+        return PredictedText([int(token) for token in text.split()]) if text else None
+
+    monkeypatch.setattr(InputStage, "_predicted", predicted)    # these models have no tokenizer
+    engine, order, path = engine_of("engine"), list(range(len(REQUESTS))), paths(name)
+    with Installed(engine, path, "off") as plain:
+        expected = plain.run(order, together=False)
+    texts = {}
+    for i, (ids, *_) in expected.items():
+        wrong = [*ids[:12], 5, 6, *ids[12:20], *ids[23:30], 7, *ids[31:]] if i % 3 else [9, *ids]
+        texts[i] = " ".join(map(str, wrong))
+    if steps == "queued":
+        queued()
+    random.Random(9).shuffle(order)
+    with Installed(engine, path, kind) as drafting:
+        assert drafting.run(order, together=True, predictions=texts) == expected
+        counters = drafting.counters
+        assert 200 < counters.accepted_tokens < counters.drafted_tokens
 
 
 @pytest.fixture
