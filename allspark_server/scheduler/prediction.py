@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 import numpy as np
@@ -27,7 +27,7 @@ class PredictedText:
         words = np.array(ids, np.int64)
         pairs = words[:-1] << 32 | words[1:]
         self._order = np.argsort(pairs, kind="stable")
-        self._pairs = pairs[self._order]
+        self._pairs = memoryview(pairs[self._order])  # bisect reads single entries, which arrays are slow at
 
     def after(self, history: list[int], near: int) -> int | None:
         """The index of the id that follows the last ids of `history`; None if the last two do not occur together.
@@ -37,13 +37,15 @@ class PredictedText:
         if len(history) < 2:
             return None
         pair = history[-2] << 32 | history[-1]
-        begin, end = np.searchsorted(self._pairs, pair, "left"), np.searchsorted(self._pairs, pair, "right")
+        begin = bisect_left(self._pairs, pair)
+        if begin == len(self._pairs) or self._pairs[begin] != pair:
+            return None
+        end = bisect_right(self._pairs, pair, begin)
         places = (self._order[begin:end] + 2).tolist()  # in ascending order
         if len(places) > _TRIED:
             first = max(0, min(bisect_left(places, near) - _TRIED // 4, len(places) - _TRIED))
             places = places[first : first + _TRIED]
-        return max(places, key=lambda place: (self._match(history, place), place >= near, -abs(place - near)),
-                   default=None)
+        return max(places, key=lambda place: (self._match(history, place), place >= near, -abs(place - near)))
 
     def _match(self, history: list[int], place: int) -> int:
         most = min(_LONGEST, place, len(history))
