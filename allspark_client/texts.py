@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import AllSparkError, AsStatus
+from .errors import AllSparkError, AsStatus, NotLoaded
 from .types import ModelInfo
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def embed(engine: AbstractEngine, model_name: str, texts: str | Sequence[Any], *
           prompt: str | None = None, pooling: str = "auto", normalize: bool = True, dimensions: int | None = None,
           truncate: bool = False) -> Array:
     """See AbstractEngine.embed."""
-    info = engine.get_model_info(model_name)
+    info = _loaded(engine, model_name)
     if info.labels:
         raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                             f"model {model_name!r} ({info.architecture}) is a classifier with {len(info.labels)} "
@@ -41,7 +41,7 @@ def rerank(engine: AbstractEngine, model_name: str, query: str, documents: Seque
     """See AbstractEngine.rerank."""
     if not isinstance(query, str):
         raise TypeError(f"query must be a str, not {type(query).__name__}")
-    info, given = engine.get_model_info(model_name), list(documents)
+    info, given = _loaded(engine, model_name), list(documents)
     if not info.labels:
         vectors = [embed(engine, model_name, one, prompt=prompt, truncate=truncate)
                    for one, prompt in zip(([query], given), document_prompts(info))]
@@ -53,7 +53,7 @@ def rerank(engine: AbstractEngine, model_name: str, query: str, documents: Seque
 
 def classify(engine: AbstractEngine, model_name: str, texts: str | Sequence[Any], *, truncate: bool = False) -> Array:
     """See AbstractEngine.classify."""
-    info = engine.get_model_info(model_name)
+    info = _loaded(engine, model_name)
     if not info.labels:
         raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                             f"model {model_name!r} ({info.architecture}) is no classifier")
@@ -61,6 +61,15 @@ def classify(engine: AbstractEngine, model_name: str, texts: str | Sequence[Any]
     inputs = [{"text": one} if isinstance(one, str) else {"text": one[0], "text_pair": one[1]}
               if isinstance(one, tuple) else {"input_ids": one} for one in given]
     return scores_of(info, outputs(engine, info, inputs, "auto", truncate))
+
+
+def _loaded(engine: AbstractEngine, model_name: str) -> ModelInfo:
+    """The model's information; a model on demand is loaded for it, as for any request."""
+    try:
+        return engine.get_model_info(model_name)
+    except NotLoaded:
+        engine.load_model(model_name)
+        return engine.get_model_info(model_name)
 
 
 def prompt_of(info: ModelInfo, name: str | None) -> str:

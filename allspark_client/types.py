@@ -277,7 +277,7 @@ class ModelInfo:
     host_cache_bytes: int = 0           #: of the host cache, on rank 0
     quantize_head: bool = True          #: whether embedding and head are stored in weight_dtype, too
     embeddings: bool = False            #: whether requests may set pooling
-    generates: bool = True              #: whether it makes tokens; encoders and classifiers do not
+    only_pools: bool = False            #: an encoder or a classifier, which makes no tokens
     whole_texts: bool = False           #: an encoder: it computes a text in one step, and caches no prefixes
     pooling: str = ""                   #: what pooling="auto" means: "cls", "mean" or "last"
     embedding_size: int = 0             #: values of an embedding; 0 for classifiers

@@ -251,7 +251,7 @@ class InputStage:
     def _with_pooling(self, config: GenerateConfig) -> GenerateConfig:
         """The config with the pooling that "auto" stands for. AllSparkError if the model does not have what it asks."""
         info, wanted = self._info, config.pooling
-        if wanted is None and not info.generates:
+        if wanted is None and info.only_pools:
             what = "a classifier" if info.labels else "an embedder"
             raise AllSparkError(
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR,
@@ -260,7 +260,7 @@ class InputStage:
             )
         if wanted is None or not info.pooling:
             return config
-        fixed = info.whole_texts or not info.generates
+        fixed = info.whole_texts or info.only_pools
         if wanted not in ("auto", info.pooling) and (fixed or wanted == "cls"):
             allowed = f"'auto' and {info.pooling!r}" if fixed else "'auto', 'last' and 'mean'"
             raise AllSparkError(

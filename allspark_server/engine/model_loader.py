@@ -120,7 +120,7 @@ def open_model(
         info.reasoning = chat_format(info.chat_format).reasoning(tokenizer.chat_templates.values()) is not None
         stops = [*tokenizer.stop_ids, *map(tokenizer.mark_id, chat_format(info.chat_format).stops)]
         info.eos_token_ids += [i for i in dict.fromkeys(stops) if i is not None and i not in info.eos_token_ids]
-        if info.generates:
+        if not info.only_pools:
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
     gpu = config.device_ids[0] if config.on_gpus else None

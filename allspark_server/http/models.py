@@ -15,7 +15,7 @@ from .wire import Body, ModelName
 
 def task_of(info: ModelInfo) -> str:
     """What a model is for: "generate", "embed", "rerank" or "classify"."""
-    if info.generates:
+    if not info.only_pools:
         return "generate"
     return "embed" if not info.labels else "rerank" if len(info.labels) == 1 else "classify"
 

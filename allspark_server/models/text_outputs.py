@@ -15,7 +15,7 @@ from allspark_server.weights.files import read_json
 def text_outputs(graph: Graph, directory: str | None) -> dict[str, Any]:
     """The fields of ModelInfo that say it. directory: of the tokenizer and the checkpoint's JSON files."""
     modules = read_modules(directory)
-    found: dict[str, Any] = {"generates": graph.generates, "whole_texts": graph.whole_texts,
+    found: dict[str, Any] = {"only_pools": not graph.generates, "whole_texts": graph.whole_texts,
                              "prompts": modules.prompts, "default_prompt": modules.default_prompt}
     last = next((op for op in graph.ops if op.type == "hidden_states"), None)
     if last is None:

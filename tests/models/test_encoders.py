@@ -119,7 +119,7 @@ def test_serialized_and_reloaded(name, tmp_path):
         with Driver(directory, world, **sizes) as a, Driver(tmp_path / "m.asgraph", world, **sizes) as b:
             assert a.outputs(given).tobytes() == b.outputs(given).tobytes()
             assert a.info.max_length == b.info.max_length
-            for field in ("labels", "score_function", "pooling", "prompts", "embedding_size", "generates",
+            for field in ("labels", "score_function", "pooling", "prompts", "embedding_size", "only_pools",
                           "whole_texts"):
                 assert getattr(a.info, field) == getattr(b.info, field), field
 
@@ -214,7 +214,7 @@ def test_embed(engine, bert):
     np.testing.assert_allclose(short, found[:, :5] / np.linalg.norm(found[:, :5], axis=1, keepdims=True), rtol=1e-5)
     assert engine.embed(bert, []).shape == (0, 72)
     info = engine.get_model_info(bert)
-    assert (info.pooling, info.embedding_size, info.generates, info.whole_texts) == ("cls", 72, False, True)
+    assert (info.pooling, info.embedding_size, info.only_pools, info.whole_texts) == ("cls", 72, True, True)
     assert info.max_length == 400 and info.prompts == {"query": "query: ", "document": "passage: "}
 
 
@@ -366,6 +366,14 @@ def test_a_reranker_by_the_logits_of_two_tokens(engine, tmp_path, name):
     with pytest.raises(AllSparkError, match="a classifier and generates no tokens"):
         engine.start_request(own, {"text": "the"})
     engine.release_model(own)
+
+
+def test_a_model_on_demand_is_loaded_for_its_texts(engine):
+    engine.install_model(AsModelConfig("later", str(encoder("bert")), on_demand=True, num_threads=2))
+    engine.start_model("later")
+    given = texts("bert", (33,))
+    check("bert", engine.embed("later", given, normalize=False), given)
+    engine.release_model("later")
 
 
 def test_what_encoders_do_not_have(engine):
