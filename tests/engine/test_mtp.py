@@ -139,8 +139,8 @@ def test_no_bit_changes(name, layers, paths, engine_of):
 
 @pytest.mark.parametrize("steps", ["as they are", "queued"])
 @pytest.mark.parametrize("kind", ["off", "mtp"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_predictions_change_no_bit(name, kind, steps, paths, engine_of, queued, monkeypatch):
+@pytest.mark.parametrize("name, layers", WITH_LAYERS)
+def test_predictions_change_no_bit(name, layers, kind, steps, paths, engine_of, queued, monkeypatch):
     """Predicted outputs, partly wrong, beside the drafts of a head: where states advance between the rows of drafts,
     and where steps are queued.
     """
@@ -148,7 +148,7 @@ def test_predictions_change_no_bit(name, kind, steps, paths, engine_of, queued, 
         return PredictedText([int(token) for token in text.split()]) if text else None
 
     monkeypatch.setattr(InputStage, "_predicted", predicted)    # these models have no tokenizer
-    engine, order, path = engine_of("engine"), list(range(len(REQUESTS))), paths(name)
+    engine, order, path = engine_of("engine"), list(range(len(REQUESTS))), paths(name, layers=layers)
     with Installed(engine, path, "off") as plain:
         expected = plain.run(order, together=False)
     texts = {}
