@@ -143,17 +143,23 @@ class Member:
 
     def load_model(self, name: str, on_progress: Callable[[float], None] | None = None) -> None:
         """Have the server load a model on demand, and wait. Raises what the engine raised, or Unavailable."""
-        rpc = self._channel.unary_stream(_SERVICE + "LoadModel", pb.ModelRequest.SerializeToString,
-                                         pb.LoadProgress.FromString)
+        for progress in self.stream("LoadModel", pb.ModelRequest(model=name), pb.LoadProgress):
+            if on_progress is not None:
+                on_progress(progress.part)
+        self._models = 0.0, []
+
+    def stream(self, method: str, request: Message, response_type: type[M],
+               timeout: float | None = None) -> Iterator[M]:
+        """The messages that answer a call, which may take `timeout` seconds. Raises what the engine raised, or
+        Unavailable.
+        """
+        rpc = self._channel.unary_stream(_SERVICE + method, type(request).SerializeToString, response_type.FromString)
         try:
-            for progress in rpc(pb.ModelRequest(model=name), metadata=self._metadata):
-                if on_progress is not None:
-                    on_progress(progress.part)
+            yield from rpc(request, timeout=timeout, metadata=self._metadata)
         except grpc.RpcError as error:
             raise translate(error, self.address) from None
         except ValueError as error:     # as in `call`
             raise Unavailable(self.address, str(error)) from None
-        self._models = 0.0, []
 
     def knows_models(self, max_age: float) -> bool:
         """Whether `models(max_age)` would answer from memory."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import logs, tracing
-from .access import Access, ModelRoots, Role, default_address, mode_of
+from .access import Access, ModelRoots, Role, default_address, mode_of, pool_token
 from .options import RankOptions, add_arguments, options_of
 from .rpc.client_limits import ClientLimits
 from .runtime import binding, memory
@@ -187,7 +187,10 @@ class Rank:
 
     def lead(self, group: Group) -> None:
         """Rank 0: runs engine and service until a signal."""
+        from allspark_client.types import TlsConfig
+
         from .engine.engine import Engine
+        from .engine.handover import Handover
         from .rpc.service import Service
         a = self.arguments
         raise_open_files(_OPEN_FILES)   # each connection of a client takes one
@@ -196,6 +199,10 @@ class Rank:
         models = [model_config(text) for text in a.models]
         roots = ModelRoots(a.model_root, models)
         engine = Engine(group=group, state_file=a.state_file or None)
+        if a.prefill_from:
+            token, _ = pool_token(a.prefill_token_file)
+            engine.handover = Handover(engine, a.prefill_from, a.prefill_tokens, a.prefill_timeout, token or None,
+                                       TlsConfig(ca=a.prefill_tls_ca) if a.prefill_tls_ca else None)
         if self.heartbeat:
             self.heartbeat.watch(group.models, lambda: engine.busy_since)
         service = Service(engine, a.address or [default_address(access.guarded or access.insecure)], access=access,

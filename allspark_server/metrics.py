@@ -72,6 +72,7 @@ class _Group:
             hits.add_metric([name, "memory"], stat.prefix_cache_hit_token - stat.prefix_cache_host_token)
             hits.add_metric([name, "host"], stat.prefix_cache_host_token)
         yield hits
+        yield from _handovers(models)
         yield from _timings(models)
         yield from vllm_metrics.families(models)
         yield from _ranks(self._group.get("ranks", []))
@@ -82,6 +83,29 @@ def _by_model(family: GaugeMetricFamily | CounterMetricFamily, stats: list[tuple
     for name, stat in stats:
         family.add_metric([name], getattr(stat, key))
     return family
+
+
+def _handovers(models: list[ServedModel]) -> Iterator[Metric]:
+    requests = CounterMetricFamily("allspark_handover_requests", "Prompts that other groups were asked for, by how "
+                                   "their spans came", labels=["model", "outcome"])
+    tokens = CounterMetricFamily("allspark_handover_tokens", "Prompt tokens that another group has computed",
+                                 labels=["model"])
+    size = CounterMetricFamily("allspark_handover_bytes", "Bytes of spans that came from other groups",
+                               labels=["model"])
+    lost = CounterMetricFamily("allspark_handover_lost_spans", "Spans that another group had but that did not come, "
+                               "or differ from their checksum; they are computed here", labels=["model"])
+    seconds = CounterMetricFamily("allspark_handover_seconds", "Time of waiting for other groups to compute prompts, "
+                                  "and for their spans to come", labels=["model", "part"])
+    for model in models:
+        counters = model.handover
+        for outcome, count in counters.requests.items():
+            requests.add_metric([model.name, outcome], count)
+        tokens.add_metric([model.name], counters.tokens)
+        size.add_metric([model.name], counters.bytes)
+        lost.add_metric([model.name], counters.lost_spans)
+        seconds.add_metric([model.name, "prefill"], counters.prefill_seconds)
+        seconds.add_metric([model.name, "copy"], counters.copy_seconds)
+    yield from (requests, tokens, size, lost, seconds)
 
 
 def _timings(models: list[ServedModel]) -> Iterator[Metric]:

@@ -150,6 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: Iterable[Option],
 _access = functools.partial(option, section="access", ranks=FIRST_RANK)
 _file = functools.partial(_access, reads_file=True, worker=True)
 _logs = functools.partial(option, section="logs", ranks=EVERY_RANK, worker=True)
+_handover = functools.partial(option, section="prefill in other groups", ranks=FIRST_RANK)
 _limit = functools.partial(option, section="limits", metavar="N", ranks=FIRST_RANK)
 
 
@@ -242,6 +243,18 @@ class RankOptions(ListenerOptions):
                                "(default: only the limits of the models)")
     max_tenant_requests: int = _limit(0, "how many requests of one tenant may wait or run; a tenant is a token, a "
                                       "certificate, or otherwise a connection")
+    prefill_from: list[str] = option(list, "the address of a group that computes long prompts for this one, which "
+                                     "takes the spans of its KV cache; repeatable (default: none does)",
+                                     metavar="ADDRESS", section="prefill in other groups", ranks=FIRST_RANK)
+    prefill_tokens: int = _handover(0, "the least number of tokens of a prompt that are worth it, without those in "
+                                    "this group's caches", metavar="N", implied=2048,
+                                    accepts=lambda value: value >= 0, rule="a number of tokens, at least 0")
+    prefill_timeout: float = _handover(120.0, "compute a prompt here if its spans have not come after this time",
+                                       metavar="SECONDS", accepts=lambda value: 0 < value < float("inf"),
+                                       rule="a number of seconds above 0")
+    prefill_token_file: str = _handover("", "present a token of this file to these groups, with the role door or admin",
+                                        metavar="FILE")
+    prefill_tls_ca: str = _handover("", "connect to these groups with TLS and trust these certificates", metavar="PEM")
     strict: bool = option(False, "do not serve a model if its memory is on the wrong NUMA nodes", section="placement",
                           ranks=EVERY_RANK)
     isa: str = option("", "the instruction set of CPUs to compute with, such as avx512_vnni; members of a pool resume "

@@ -113,6 +113,48 @@ class HostCache:
         self.copies.restored[span] = (host, key)
         return True
 
+    def save(self, key: bytes, span: int | None) -> None:
+        """Plans a copy of the key's content to the host cache, unless it is there. span: the one in the cache; None if
+        it was evicted.
+        """
+        if key in self._span_of:
+            self._save_evicted(self._span_of[key])
+        elif key in self._host_of:
+            self._host_of.move_to_end(key)
+        elif span is not None:
+            self._save(key, span)
+
+    def host_span(self, key: bytes) -> int | None:
+        """The span of the host cache that holds the key's content once the planned copies are made; None for none."""
+        return self._host_of.get(key)
+
+    def reserve(self, count: int, beside: Sequence[bytes]) -> list[int]:
+        """Up to `count` spans of the host cache, for content that comes from elsewhere: see `commit`. Spans with the
+        keys `beside` are evicted last. Steps that were planned before may still use them.
+        """
+        for key in reversed(beside):
+            if key in self._host_of:
+                self._host_of.move_to_end(key)
+        hosts: list[int] = []
+        while len(hosts) < count and (self._free or self._host_of):
+            if self._free:
+                hosts.append(self._free.pop())
+                continue
+            oldest = next(iter(self._host_of))
+            if self._host_of[oldest] in self._busy:
+                break
+            hosts.append(self._host_of.pop(oldest))
+        return hosts
+
+    def commit(self, hosts: Sequence[int], keys: Mapping[int, bytes]) -> None:
+        """Ends a reservation. keys: of the spans that were filled; the others are free again."""
+        for host in hosts:
+            key = keys.get(host)
+            if key is None or key in self._host_of:
+                self._free.append(host)
+            else:
+                self._host_of[key] = host
+
     def take_copies(self) -> Copies | None:
         """The copies of the planned step, or None. Starts the next step's."""
         if not self.copies:
@@ -153,6 +195,8 @@ class HostCache:
             return
         if self._free:
             host = self._free.pop()
+        elif not self._host_of:  # all are reserved
+            return
         else:
             oldest = next(iter(self._host_of))
             if self._host_of[oldest] in self._busy:  # the step already uses every span of the host cache

@@ -56,14 +56,14 @@ class PrefixCache:
         length, windowed = len(keys), groups.windowed
         for group in range(len(groups.windows) - len(windowed)):
             at = 0
-            while at < length and self._known(in_group(keys[at], group), restored):
+            while at < length and self.known(in_group(keys[at], group), restored):
                 at += 1
             length = at
         # The spans that a window sees before the end must be known. If one is not, the end moves before it.
         begin = length
         while windowed and length > 0:
             seen = min(groups.passed_spans(window, length * groups.size) for _, window in windowed)
-            while begin > seen and all(self._known(in_group(keys[begin - 1], group), restored)
+            while begin > seen and all(self.known(in_group(keys[begin - 1], group), restored)
                                        for group, _ in windowed):
                 begin -= 1
             if begin <= seen:
@@ -83,7 +83,7 @@ class PrefixCache:
         """Whether a checkpoint of the state after the span with this key is in the cache. restored: or in the host
         cache.
         """
-        return all(self._known(of_state(key, part), restored) for part in reversed(range(groups.state_spans)))
+        return all(self.known(of_state(key, part), restored) for part in reversed(range(groups.state_spans)))
 
     def enter(self, key: bytes, span: int, written: bool = True) -> None:
         """Adds a fully computed span. A second span with the same key stays private to its sequence. written=False: the
@@ -114,7 +114,8 @@ class PrefixCache:
         if host_cache is not None:
             host_cache.reset()
 
-    def _known(self, key: bytes, restored: bool) -> bool:
+    def known(self, key: bytes, restored: bool) -> bool:
+        """Whether the cache has the span with this key. restored: or the host cache."""
         return key in self._span_of or (restored and self.host_cache is not None and key in self.host_cache)
 
     def _forget(self, span: int) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
@@ -32,6 +33,7 @@ from ..scheduler import Sequence
 from ..weights.hub import with_local_paths
 from .adapters import check_lora
 from .engine_thread import ALIVE_SECONDS, EngineThread
+from .handover import Handover
 from .input_stage import Dependency
 from .model_loader import ModelLoader
 from .on_demand import OnDemandModels
@@ -44,6 +46,8 @@ from .served_model import ServedModel
 from .state_file import ModelRecord
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 SLICE_PAUSE = 0.03  # seconds between slices of the roofline measurement, in which steps run (runtime/profile.py)
@@ -71,6 +75,7 @@ class Engine(AbstractEngine):
             self._thread, self._group, self._waitable_group, self._models, self._output, self._publish)
         self._on_demand = OnDemandModels(self._thread, self._loader, self._models, self._unload_model,
                                          self._record.save, lambda: self._group.loaded_part)
+        self.handover: Handover | None = None   # takes spans of long prompts from other groups
         self._thread.thread.start()
         atexit.register(self.close)
 
@@ -239,6 +244,8 @@ class Engine(AbstractEngine):
         model.queue.reserve(spec.tenant, samples, size)  # before the work of reading the prompt
         try:
             prepared = model.input.prepare(spec, adapter)
+            if dependency is None and self.handover is not None:
+                dependency = self.handover.dependency(model, prepared, spec)
             prepared.dependency = dependency
             model.queue.resize(spec.tenant, size, prepared.size)
             size = prepared.size
@@ -338,6 +345,14 @@ class Engine(AbstractEngine):
         """See AbstractEngine."""
         return copy.deepcopy(self._model(model_name).info)
 
+    def served_model(self, name: str) -> ServedModel:
+        """An installed model. Raises AllSparkError for an unknown one."""
+        return self._model(name)
+
+    def on_engine_thread(self, function: Callable[[], T]) -> T:
+        """Runs a function on the engine's thread between steps; waits for its result, or raises its error."""
+        return self._thread.call(function)
+
     def info(self, model_name: str) -> ModelInfo:
         """A model's information; do not change it."""
         return self._model(model_name).info
@@ -419,6 +434,8 @@ class Engine(AbstractEngine):
         """See AbstractEngine."""
         if self._thread.forked:  # the thread belongs to the parent
             return
+        if self.handover is not None:
+            self.handover.close()
         self._on_demand.close()
         self._thread.close()
         atexit.unregister(self.close)

@@ -16,6 +16,7 @@ from ..guided import Guide
 from .adapters import AdapterLoader, check_lora
 from .device_memory import MemoryMover
 from .fingerprint import fingerprint
+from .handover import Records
 from .served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class ModelLoader:
                 masks = self._thread.call(lambda: self._group.masks(name))
                 model = open_model(config, info, self._output, self._group.held_spans(), masks,
                                    self._thread.post_if_open)
+                if model.host_cache is not None and config.host_cache_dir and self._group.one_host:
+                    model.records = Records(config.host_cache_dir, name, info.ranks)
                 for lora in config.lora_names if adapters is None else adapters:
                     self.adapters.load(model, check_lora(lora))
                 model.running = start

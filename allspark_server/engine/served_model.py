@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
@@ -18,6 +20,7 @@ from ..runtime.steps import DEPTH
 from ..scheduler import FinishReason, Limits, QuarantineScheduler, Sequence, State, Step, StepResult, TokenBudget
 from .adapters import Adapter, Adapters
 from .deadlines import Deadlines
+from .handover import HandoverCounters, Records
 from .input_stage import InputStage
 from .output import Begun, End, OutputStage, StepOutput
 from .quarantine import Quarantine
@@ -70,6 +73,8 @@ class ServedModel:
         prefix = None
         keys: SpanKeys | None = None
         self.host_cache: HostCache | None = None
+        self.records: Records | None = None     # of the host cache, if rank 0 can open all ranks' files
+        self.handover = HandoverCounters()
         if config.enable_prefix_cache and not info.whole_texts:
             keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
@@ -95,6 +100,9 @@ class ServedModel:
         self.scheduler = QuarantineScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
         self.adapters = Adapters(info.name, config.lora_max_num)
+        self._flushing: list[Future[None]] = []     # see `flush`
+        self._flushed: deque[tuple[Step, list[Future[None]]]] = deque()
+        self._in_flight = 0     # planned steps that are not completed
         self._deadlines = Deadlines()
         self._quarantine = Quarantine()
 
@@ -123,7 +131,8 @@ class ServedModel:
     @property
     def has_work(self) -> bool:
         """Whether a step might be planned."""
-        return self.running and self.failure is None and (self.scheduler.has_work or bool(self._quarantine))
+        return self.running and self.failure is None and (
+            self.scheduler.has_work or bool(self._quarantine) or bool(self._flushing))
 
     @one_thread
     def next_alone(self) -> Sequence | None:
@@ -183,6 +192,15 @@ class ServedModel:
         if not self.loaded:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 f"the device memory of model {self.name!r} is unloaded; call load_device_mem first")
+
+    @one_thread
+    def flush(self) -> Future[None]:
+        """Done when all steps that were planned before have ended, and one more with the copies that are wanted now, if
+        there are any. A model that fails or stops does not finish it.
+        """
+        future: Future[None] = Future()
+        self._flushing.append(future)
+        return future
 
     def leave_memory(self) -> None:
         """Prepares for unloading or loading the device memory. No step may be running."""
@@ -248,6 +266,8 @@ class ServedModel:
 
     def close(self) -> None:
         """Ends the model's threads and processes, after its last step."""
+        if self.records is not None:
+            self.records.close()
         if self._masks is not None:
             self._masks.close()
         if self._guide is not None:
@@ -306,6 +326,13 @@ class ServedModel:
                 f"cannot hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory",
             )
             self.end(sequence.owner.request, GenerateRequestStatus.InternalError, error)
+        if self._flushing and (step is not None or not self._in_flight):
+            futures, self._flushing = self._flushing, []
+            if step is not None:
+                self._flushed.append((step, futures))
+            else:
+                _finish(futures)
+        self._in_flight += step is not None
         if step is not None and step.masked and self._masks is not None:
             self._masks.plan(step.masked)
         if step is not None and step.admitted:
@@ -319,6 +346,9 @@ class ServedModel:
     def complete(self, step: Step, result: StepResult, seconds: float) -> None:
         """Takes the results of the oldest running step, which took `seconds`, and passes its tokens on."""
         self.budget.learn(step.rows, step.context, seconds, step.decoding)
+        self._in_flight -= 1
+        if self._flushed and self._flushed[0][0] is step:
+            _finish(self._flushed.popleft()[1])
         if self.host_cache is not None:
             copies = len(step.copies) if step.copies is not None else 0
             self.host_cache.costs.learn(step.rows, seconds, copies, result.copy_seconds)
@@ -361,3 +391,8 @@ class ServedModel:
         self.live.discard(request)
         self.last_used = time.monotonic()
         return End(request, GenerateRequestStatus.GenerateFinished, complete=reason)
+
+
+def _finish(futures: list[Future[None]]) -> None:
+    for future in futures:
+        future.set_result(None)

@@ -26,6 +26,7 @@ from .health import SERVICE_NAME, Health
 from .listen import listen, open_certificates
 from .methods import EVERY_ROLE, REQUESTS, Methods, UnaryCalls, Workers
 from .options import MAX_MESSAGE, SERVER_OPTIONS
+from .span_calls import SpanCalls
 from .streams import Streams
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Service:
         self._streams = Streams(engine, access, self._workers, self._methods, limits or ClientLimits(), max_pending,
                                 self._info, share_prefixes)
         self._calls = UnaryCalls(engine, roots or ModelRoots())
+        self._span_calls = SpanCalls(engine, self._methods, lambda: self.draining)
         self._health = Health(engine, lambda: self.draining)
         #: called, in any thread, when a drain begins or is undone
         self.on_drain: Callable[[], None] = lambda: None
@@ -115,6 +117,7 @@ class Service:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
         self._workers.shutdown()
+        self._span_calls.shutdown()
 
     def drain(self) -> None:
         """Accept no new requests any more, except resumed ones of lost servers: the service is about to stop. Any
@@ -200,6 +203,7 @@ class Service:
                 "Generate": self._methods.method("Generate", REQUESTS, self._streams.generate),
                 **self._calls.handlers(self._methods, self._workers, self._info, self.drain_for, self._metrics,
                                        self._streams.prefixes),
+                **self._span_calls.handlers(),
             },
             **self._methods.probes(self._health),
         }

@@ -44,6 +44,8 @@ class Group:
     """
 
     size = 1
+    #: whether all ranks are on rank 0's host
+    one_host = True
 
     def __init__(self, cpus: list[int] | None = None, on_failure: Callable[[str], None] | None = None):
         self.models = RankModels(cpus=cpus)
@@ -256,7 +258,7 @@ class SharedMemoryGroup(Group):
                  host: str = ""):
         """host: the name of this host, if there are several."""
         super().__init__(cpus, on_failure)
-        self.size = size
+        self.size, self.one_host = size, not host
         self._shared_memory = shared_memory
         self.models = RankModels(0, size, shared_memory, cpus, host, leads=True)
         self._steps = Steps(shared_memory)

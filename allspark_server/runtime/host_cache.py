@@ -1,4 +1,4 @@
-"""The file in which a rank keeps the host cache's spans when its process ends."""
+"""The file in which a rank keeps the host cache's spans when its process ends, and from which others take them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import base64
 import fcntl
 import json
 import logging
+import mmap
 import os
 import re
 import struct
 from collections.abc import Iterable
 
+import numpy as np
+
 from allspark_client.errors import AllSparkError, AsStatus
+
+from .native import native_library
 
 logger = logging.getLogger(__name__)
 
 HEADER = 4096  # bytes before the part that the native library lays out
-_MAGIC = b"ASSPANS1"
+_MAGIC = b"ASSPANS2"  # with the version as its last character
 _KEY = 16
+_PAGE, _ALIGNMENT = 4096, 64
+# What the native library keeps of each span: native/batch/span_records.h.
+_ENTRY = np.dtype([("key", "V16"), ("checksum", "<u8"), ("unused", "<u8")])
 
 
 class HostCacheFile:
@@ -32,8 +40,7 @@ class HostCacheFile:
 
         Raises AllSparkError if the file cannot be opened or another process holds it.
         """
-        name = re.sub(r"[^\w.-]", "_", model)[:80]
-        self.path = os.path.join(os.path.abspath(directory), f"{name}.rank{rank}of{world}.spans")
+        self.path = records_path(directory, model, rank, world)
         try:
             os.makedirs(directory, mode=0o700, exist_ok=True)
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -52,13 +59,9 @@ class HostCacheFile:
         """
         wanted = json.dumps(facts, sort_keys=True).encode()
         head = os.pread(self.fd, HEADER, 0)
-        if head and head[:8] != _MAGIC:
+        if head and head[:7] != _MAGIC[:7]:
             raise self._error("it is not a prefix cache file, and is left as it is; use another directory")
-        found = b""
-        if len(head) >= 12:
-            (length,) = struct.unpack_from("<I", head, 8)
-            found = head[12 : 12 + length]
-        total = HEADER + size
+        found, total = _facts(head) if head[:8] == _MAGIC else b"", HEADER + size
         if found == wanted and os.fstat(self.fd).st_size == total:
             return
         if head:
@@ -79,6 +82,79 @@ class HostCacheFile:
 
     def _error(self, why: str) -> AllSparkError:
         return AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"host_cache_dir: the file {self.path}: {why}")
+
+
+class SpanRecords:
+    """The records of a rank's host cache file, as another process maps them: a group's rank 0 to write spans that
+    another group has computed, or to read those that it wants.
+
+    The owner may write records meanwhile. So what is read counts only if its checksum is right. A record is written as
+    the owner does it, the key last: see native/batch/span_records.h. `facts`: what its spans depend on; `facts_text`:
+    the same as JSON.
+    """
+
+    def __init__(self, path: str, writable: bool = False):
+        """Raises OSError if the file cannot be opened, ValueError if it is no complete host cache file."""
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            head = os.pread(fd, HEADER, 0)
+            if head[:8] != _MAGIC:
+                raise ValueError(f"{path} is not a host cache file of this version")
+            self.facts_text = _facts(head).decode()
+            self.facts: dict = json.loads(self.facts_text)
+            self.spans, self.bytes = self.facts["spans"], self.facts["span"][1]
+            begin = HEADER + _rounded(self.spans * _ENTRY.itemsize, _PAGE)
+            self._stride = _rounded(self.bytes, _ALIGNMENT)
+            if os.fstat(fd).st_size != begin + self.spans * self._stride:
+                raise ValueError(f"{path} is not as large as its {self.spans} spans of {self.bytes} bytes are")
+            self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        finally:
+            os.close(fd)
+        self._entries = np.frombuffer(self._map, _ENTRY, self.spans, HEADER)
+        self._data = np.frombuffer(self._map, np.uint8, self.spans * self._stride, begin)
+
+    @property
+    def spans_depend_on(self) -> dict:
+        """The facts, without the number of spans: spans of files in which these are equal are interchangeable."""
+        return {name: value for name, value in self.facts.items() if name != "spans"}
+
+    def checksum(self, record: int, key: bytes) -> int | None:
+        """The checksum of a record's content; None if it has another key."""
+        if not 0 <= record < self.spans or self._entries["key"][record].tobytes() != key:
+            return None
+        return int(self._entries["checksum"][record])
+
+    def content(self, record: int) -> np.ndarray:
+        """A record's content, uint8 [bytes], without a copy."""
+        return self._data[record * self._stride : record * self._stride + self.bytes]
+
+    def write(self, record: int, key: bytes, content: np.ndarray | bytearray, checksum: int) -> bool:
+        """Fills a record. Returns False, and leaves it empty, if the content does not have this checksum."""
+        self._entries["key"][record] = bytes(_KEY)
+        found = native_library().copy_span(self.content(record), content)
+        if found != checksum:
+            return False
+        self._entries["checksum"][record] = checksum
+        self._entries["key"][record] = key
+        return True
+
+
+def records_path(directory: str, model: str, rank: int, world: int) -> str:
+    """The host cache file of a rank."""
+    name = re.sub(r"[^\w.-]", "_", model)[:80]
+    return os.path.join(os.path.abspath(directory), f"{name}.rank{rank}of{world}.spans")
+
+
+def _facts(head: bytes) -> bytes:
+    """The facts in a file's header; nothing if it is incomplete."""
+    if len(head) < 12:
+        return b""
+    (length,) = struct.unpack_from("<I", head, 8)
+    return head[12 : 12 + length]
+
+
+def _rounded(size: int, to: int) -> int:
+    return -(-size // to) * to
 
 
 def pack_held(held: dict[bytes, int]) -> str:

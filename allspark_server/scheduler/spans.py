@@ -216,6 +216,25 @@ class SequenceSpans:
         """The copies between cache and host cache that the planned step makes."""
         return self.host_cache.take_copies() if self.host_cache is not None else None
 
+    def lacking(self, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """How many positions at the beginning of a prompt both caches hold, and the keys of the spans that they lack to
+        hold all of it. keys: the prompt's chain.
+        """
+        assert self.prefix_cache is not None
+        cache, positions = self.prefix_cache, len(keys) * self._size
+        held = cache.match_state(keys, cache.match(keys, self.groups, True), self.groups, True)
+        begins = [self.groups.passed_spans(window, positions) for window in self.groups.windows]
+        wanted = [in_group(key, group) for index, key in enumerate(keys) for group, begin in enumerate(begins)
+                  if index >= begin]
+        wanted += [of_state(keys[-1], part) for part in range(self.groups.state_spans)]
+        return held * self._size, [key for key in wanted if not cache.known(key, True)]
+
+    def save(self, keys: list[bytes]) -> None:
+        """Plans copies of spans to the host cache that only the cache holds."""
+        assert self.prefix_cache is not None and self.host_cache is not None
+        for key in keys:
+            self.host_cache.save(key, self.prefix_cache.find(key))
+
     def take_states(self) -> StateCopies | None:
         """The copies of recurrent states that the planned step makes."""
         return self._states.take() if self._states is not None else None

@@ -117,6 +117,14 @@ class SchedulerState:
         oversized, self._oversized = self._oversized, []
         return oversized
 
+    def lacking_spans(self, keys: list[bytes]) -> tuple[int, list[bytes]]:
+        """See SequenceSpans.lacking."""
+        return self._spans.lacking(keys)
+
+    def save_spans(self, keys: list[bytes]) -> None:
+        """See SequenceSpans.save."""
+        self._spans.save(keys)
+
     def lose_cache(self) -> None:
         """Forgets what the cache held, as it lost its content; no sequence may be running. The host cache stays."""
         self._spans.forget_states()

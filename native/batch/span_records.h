@@ -45,8 +45,8 @@ class SpanRecords {
 
  private:
   struct Entry {
-    SpanKey key;  // zeros: empty
-    uint64_t checksum, unused;
+    SpanKey key;                // zeros: empty
+    uint64_t checksum, unused;  // checksum: row_hash of the content, with row 0
   };
   void place(char* begin);
   void forget(int span) const;
@@ -55,6 +55,7 @@ class SpanRecords {
 
   const std::vector<size_t> pieces_;
   const int spans_;
+  const size_t bytes_;   // of a span's content; its pieces are adjacent
   const size_t stride_;  // bytes from a span to the next
   void* mapped_ = nullptr;
   size_t mapped_bytes_ = 0;

@@ -4,6 +4,7 @@
 
 #include "bindings/bindings.h"
 #include "common/crc32.h"
+#include "common/row_hash.h"
 #include "cpu/isa.h"
 #include "cpu/ops/attention_work.h"
 #include "cpu/ops/indexer.h"
@@ -117,6 +118,25 @@ PYBIND11_MODULE(_native, m) {
       },
       py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0, py::arg("gathered") = 0,
       "Bytes of scratch memory that a GEMM with such a matrix uses for each row of activations.");
+  m.def(
+      "copy_span",
+      [](const py::buffer& target, const py::buffer& source) {
+        const py::buffer_info to = target.request(true), from = source.request();
+        const size_t bytes = from.size * from.itemsize;
+        if ((size_t)(to.size * to.itemsize) != bytes) throw std::invalid_argument("the buffers differ in size");
+        const py::gil_scoped_release release;
+        return as::copy_row_hash(static_cast<char*>(to.ptr), from.ptr, bytes, 0);
+      },
+      py::arg("target"), py::arg("source"),
+      "Copies the content of a span of a host cache, without the GIL. Returns the checksum of the copy.");
+  m.def(
+      "span_checksum",
+      [](const py::buffer& content) {
+        const py::buffer_info of = content.request();
+        const py::gil_scoped_release release;
+        return as::row_hash(of.ptr, of.size * of.itemsize, 0);
+      },
+      py::arg("content"), "The checksum of the content of a span of a host cache.");
   as::bind_shared_memory(m);
   as::bind_executor(m);
   as::bind_program(m);

@@ -197,11 +197,13 @@ class _NoModel:
     def __init__(self) -> None:
         from allspark_client import AsEngineStat, AsModelConfig, ModelInfo
         from allspark_server.engine.adapters import Adapter
+        from allspark_server.engine.handover import HandoverCounters
         from allspark_server.engine.statistics import Timings
         from allspark_server.scheduler import Counters
 
         self._stat, self.timings, self.info, self.config = AsEngineStat(), Timings(), ModelInfo(), AsModelConfig()
         self.scheduler = type("Scheduler", (), {"counters": Counters()})()
+        self.handover = HandoverCounters()
         self.adapters, self.live = [Adapter("a", "", 0, "")], set()
 
     def stat(self) -> Any:

@@ -156,7 +156,7 @@ def test_damaged_spans_of_a_file_are_dropped(tmp_path, expected, caplog):
         assert [serving.ask(prompt) for prompt in PROMPTS] == expected["float32"]
 
 
-@pytest.mark.parametrize("fate", ["model", "size", "torn", "header"])
+@pytest.mark.parametrize("fate", ["model", "size", "torn", "header", "version"])
 def test_a_file_of_something_else_is_made_anew(tmp_path, expected, caplog, fate):
     with Serving(config(host_cache_dir=str(tmp_path))) as serving:
         serving.ask(PROMPTS[0])
@@ -167,6 +167,9 @@ def test_a_file_of_something_else_is_made_anew(tmp_path, expected, caplog, fate)
         fields = {"host": 40}
     elif fate == "torn":
         os.truncate(path, os.path.getsize(path) // 2)
+    elif fate == "version":
+        with open(path, "r+b") as file:
+            file.write(b"ASSPANS1")
     else:
         with open(path, "r+b") as file:
             file.seek(8)

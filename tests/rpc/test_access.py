@@ -268,6 +268,7 @@ ADMIN_CALLS = {
     "InstallModel": pb.InstallModelRequest(config=convert.model_config_to_pb(AsModelConfig("new", "/none"))),
     "StartModel": pb.ModelRequest(model="m"), "StopModel": pb.ModelRequest(model="x"),
     "ReleaseModel": pb.ModelRequest(model="x"), "GetPrefixes": pb.PrefixesRequest(),
+    "Prefill": pb.PrefillRequest(), "ReadSpans": pb.ReadSpansRequest(model="m"),
     "UnloadModel": pb.ModelRequest(model="x"),
     "GetFileInformation": pb.FileInformationRequest(),
     "GetOpProfiling": pb.ModelRequest(model="m"), "LoadLora": pb.LoraRequest(), "UnloadLora": pb.LoraRequest(),
