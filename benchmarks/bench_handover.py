@@ -65,17 +65,20 @@ def main() -> None:
         keys = [(span + 1).to_bytes(16, "little") for span in range(spans)]
         generator = np.random.default_rng(0)
         for span, key in enumerate(keys):
-            content = generator.integers(0, 256, size, np.uint8)
+            content = bytearray(generator.bytes(size))
             assert source.write(span, key, content, native_library().span_checksum(content))
 
         def hand_over(span: int) -> None:
             checksum = source.checksum(span, keys[span])
             assert checksum is not None and target.write(span, keys[span], source.content(span), checksum)
 
-        def copy(span: int) -> None:
-            np.copyto(target.content(span), source.content(span))
+        arrays = [[np.frombuffer(each.content(span), np.uint8) for span in range(spans)] for each in (target, source)]
 
-        wholes = [[np.array_split(each._data, THREADS)[part] for each in (target, source)] for part in range(THREADS)]
+        def copy(span: int) -> None:
+            np.copyto(arrays[0][span], arrays[1][span])
+
+        wholes = [[np.array_split(np.frombuffer(each._view[each._begin:], np.uint8), THREADS)[part]
+                   for each in (target, source)] for part in range(THREADS)]
         times: dict[str, list[float]] = {"hand over": [], "by spans": [], "whole": []}
         for _ in range(a.repeats):
             times["by spans"].append(in_threads(pool, spans, BATCH, copy))

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from allspark_client import convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.config import GenerateConfig
@@ -288,7 +286,7 @@ class _Taking:
                 if whole == len(sizes) - 1:
                     self._filled[host] = key
 
-    def _write(self, host: int, key: bytes, rank: int, content: np.ndarray | bytearray, checksum: int) -> bool:
+    def _write(self, host: int, key: bytes, rank: int, content: memoryview | bytearray, checksum: int) -> bool:
         assert self._model.records is not None
         with self._model.records.open() as own:
             written = own[rank].write(host, key, content, checksum)

@@ -12,8 +12,6 @@ import re
 import struct
 from collections.abc import Iterable
 
-import numpy as np
-
 from allspark_client.errors import AllSparkError, AsStatus
 
 from .native import native_library
@@ -24,8 +22,7 @@ HEADER = 4096  # bytes before the part that the native library lays out
 _MAGIC = b"ASSPANS2"  # with the version as its last character
 _KEY = 16
 _PAGE, _ALIGNMENT = 4096, 64
-# What the native library keeps of each span: native/batch/span_records.h.
-_ENTRY = np.dtype([("key", "V16"), ("checksum", "<u8"), ("unused", "<u8")])
+_ENTRY, _SUM = 32, struct.Struct("<Q")  # of each span: key, checksum and 8 bytes; see native/batch/span_records.h
 
 
 class HostCacheFile:
@@ -103,15 +100,15 @@ class SpanRecords:
             self.facts_text = _facts(head).decode()
             self.facts: dict = json.loads(self.facts_text)
             self.spans, self.bytes = self.facts["spans"], self.facts["span"][1]
-            begin = HEADER + _rounded(self.spans * _ENTRY.itemsize, _PAGE)
+            self._begin = HEADER + _rounded(self.spans * _ENTRY, _PAGE)
             self._stride = _rounded(self.bytes, _ALIGNMENT)
-            if os.fstat(fd).st_size != begin + self.spans * self._stride:
+            if os.fstat(fd).st_size != self._begin + self.spans * self._stride:
                 raise ValueError(f"{path} is not as large as its {self.spans} spans of {self.bytes} bytes are")
             self._map = mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         finally:
             os.close(fd)
-        self._entries = np.frombuffer(self._map, _ENTRY, self.spans, HEADER)
-        self._data = np.frombuffer(self._map, np.uint8, self.spans * self._stride, begin)
+        self._view = memoryview(self._map)
+        self._copy = native_library().copy_span     # kept: native_library() asks the CPU each time, which is slow
 
     @property
     def spans_depend_on(self) -> dict:
@@ -120,22 +117,25 @@ class SpanRecords:
 
     def checksum(self, record: int, key: bytes) -> int | None:
         """The checksum of a record's content; None if it has another key."""
-        if not 0 <= record < self.spans or self._entries["key"][record].tobytes() != key:
+        at = HEADER + record * _ENTRY
+        if not 0 <= record < self.spans or self._map[at : at + _KEY] != key:
             return None
-        return int(self._entries["checksum"][record])
+        (checksum,) = _SUM.unpack_from(self._map, at + _KEY)
+        return checksum
 
-    def content(self, record: int) -> np.ndarray:
-        """A record's content, uint8 [bytes], without a copy."""
-        return self._data[record * self._stride : record * self._stride + self.bytes]
+    def content(self, record: int) -> memoryview:
+        """A record's content, without a copy."""
+        at = self._begin + record * self._stride
+        return self._view[at : at + self.bytes]
 
-    def write(self, record: int, key: bytes, content: np.ndarray | bytearray, checksum: int) -> bool:
+    def write(self, record: int, key: bytes, content: memoryview | bytearray, checksum: int) -> bool:
         """Fills a record. Returns False, and leaves it empty, if the content does not have this checksum."""
-        self._entries["key"][record] = bytes(_KEY)
-        found = native_library().copy_span(self.content(record), content)
-        if found != checksum:
+        at = HEADER + record * _ENTRY
+        self._map[at : at + _KEY] = bytes(_KEY)
+        if self._copy(self.content(record), content) != checksum:
             return False
-        self._entries["checksum"][record] = checksum
-        self._entries["key"][record] = key
+        _SUM.pack_into(self._map, at + _KEY, checksum)
+        self._map[at : at + _KEY] = key
         return True
 
 

@@ -194,3 +194,39 @@ def test_a_cache_that_is_lost_takes_what_was_not_copied_along():
         host_cache.evicted(keys[number], 20 + number)
         host_cache.before_writes([20 + number])
     assert len(host_cache.take_copies().saved) == 3 and len(host_cache) == 4
+
+
+def test_spans_are_reserved_for_content_from_elsewhere():
+    keys = [bytes([i]) * 16 for i in range(6)]
+    host_cache = HostCache(4, 16)
+    for span in range(3):
+        host_cache.save(keys[span], span)
+    host_cache.save(keys[0], 9)  # it is there already
+    assert len(host_cache.take_copies().saved) == 3
+    # The free one first, then the oldest; those of the same prompt are evicted last, the beginning last of all.
+    assert host_cache.reserve(2, keys[:2]) == [3, 2] and keys[2] not in host_cache
+    assert host_cache.reserve(9, ()) == [1, 0] and len(host_cache) == 0
+    host_cache.save(keys[5], 20)  # nothing is left to evict
+    assert host_cache.take_copies() is None and keys[5] not in host_cache
+    host_cache.commit([3, 2], {3: keys[3]})
+    host_cache.commit([1, 0], {1: keys[3], 0: keys[4]})  # another request has brought the same meanwhile
+    assert [host_cache.host_span(key) for key in keys] == [None, None, None, 3, 0, None]
+    host_cache.save(keys[5], 20)
+    assert host_cache.host_span(keys[5]) in (1, 2) and host_cache.restore(keys[3], 21)
+    # What the planned step uses is not reserved.
+    host_cache.save(keys[2], 22)
+    assert len(host_cache.reserve(9, ())) == 1 and host_cache.host_span(keys[4]) is None
+    assert host_cache.host_span(keys[3]) == 3
+
+
+def test_what_a_prompt_lacks():
+    rig = Rig(num_spans=32, host_spans=100)
+    rig.add(prompt_of(40), 1)
+    rig.run()
+    keys: list[bytes] = []
+    rig.prefix.keys.extend(keys, rig.prefix.keys.root("", 48), [*prompt_of(40), *range(8)], 12)
+    assert rig.scheduler.lacking_spans(keys) == (40, keys[10:])
+    rig.scheduler.save_spans(keys)
+    assert {key for _, key in rig.host_cache.take_copies().saved.values()} == set(keys[:10])
+    rig.prefix.reset()
+    assert rig.scheduler.lacking_spans(keys)[0] == 0

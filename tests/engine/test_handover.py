@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import threading
@@ -120,10 +121,11 @@ def test_over_the_network_and_damaged(tmp_path):
         # A span's content that changes after it was saved: what follows is computed. The record of another one stays.
         path = Path(records_path(prefill.directory, "m", 1, 2))
         known = SpanRecords(str(path))
-        used = [record for record in range(known.spans) if known._entries["key"][record].tobytes() != bytes(16)]
-        assert len(used) >= LENGTH // SPAN - 1
         with open(path, "r+b") as file:
-            file.seek(known._data.ctypes.data - known._entries.ctypes.data + HEADER + used[5] * known._stride + 7)
+            entries = file.read(HEADER + 32 * known.spans)[HEADER:]
+            used = [record for record in range(known.spans) if entries[32 * record:][:16] != bytes(16)]
+            assert len(used) >= LENGTH // SPAN - 1
+            file.seek(-(known.spans - used[5]) * (-(-known.bytes // 64) * 64) + 7, os.SEEK_END)
             file.write(b"!")
         decode.engine.reset_prefix_cache("m")
         assert decode.ask(PROMPTS[0]) == expected[0]
