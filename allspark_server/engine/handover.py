@@ -222,6 +222,7 @@ class _Taking:
             return "none", 0
         with model.records.open() as own:
             _check_facts(own, [file.facts for file in answer.files])
+            size = sum(each.bytes for each in own)
         hosts = call(lambda: cache.reserve(len(offered), self._keys))
         try:
             # Steps that are planned already may still use what these spans held.
@@ -236,6 +237,7 @@ class _Taking:
             call(lambda: cache.commit(hosts, self._filled))
         with self._handover._lock:
             model.handover.lost_spans += len(wanted) - len(self._filled)
+            model.handover.bytes += size * len(self._filled)
         return "file" if sources is not None else "stream", len(self._filled)
 
     def _left(self) -> float:
@@ -243,14 +245,18 @@ class _Taking:
 
     def _copy(self, sources: list[SpanRecords], wanted: list[tuple[int, bytes, int]]) -> None:
         """Copies spans from files of the same machine."""
+        records = self._model.records
+        assert records is not None
+
         def copy(part: list[tuple[int, bytes, int]]) -> None:
-            for host, key, record in part:
-                for rank, source in enumerate(sources):
-                    checksum = source.checksum(record, key)
-                    if checksum is None or not self._write(host, key, rank, source.content(record), checksum):
-                        break
-                else:
-                    self._filled[host] = key
+            with records.open() as own:
+                for host, key, record in part:
+                    for source, target in zip(sources, own):
+                        checksum = source.checksum(record, key)
+                        if checksum is None or not self._write(target, host, key, source.content(record), checksum):
+                            break
+                    else:
+                        self._filled[host] = key
 
         parts = [wanted[i:i + _BATCH] for i in range(0, len(wanted), _BATCH)]
         copied = [self._handover._copiers.submit(copy, part) for part in parts]
@@ -264,8 +270,9 @@ class _Taking:
 
     def _receive(self, wanted: list[tuple[int, bytes, int]]) -> None:
         """Receives spans over the network."""
-        assert self._model.records is not None
-        with self._model.records.open() as own:
+        records = self._model.records
+        assert records is not None
+        with records.open() as own:
             sizes = [each.bytes for each in own]
         request = pb.ReadSpansRequest(model=self._model.name, keys=b"".join(key for _, key, _ in wanted),
                                       records=[record for *_, record in wanted])
@@ -281,18 +288,15 @@ class _Taking:
                                  f"{len(content)} bytes; wanted are {len(wanted)} spans of {len(sizes)} ranks")
             if len(content) == sizes[part.rank]:
                 host, key, _ = wanted[part.index]
-                if whole == part.rank - 1 and self._write(host, key, part.rank, content, part.checksum):
-                    whole = part.rank
+                with records.open() as own:
+                    if whole == part.rank - 1 and self._write(own[part.rank], host, key, content, part.checksum):
+                        whole = part.rank
                 if whole == len(sizes) - 1:
                     self._filled[host] = key
 
-    def _write(self, host: int, key: bytes, rank: int, content: memoryview | bytearray, checksum: int) -> bool:
-        assert self._model.records is not None
-        with self._model.records.open() as own:
-            written = own[rank].write(host, key, content, checksum)
-            if written:
-                with self._handover._lock:
-                    self._model.handover.bytes += own[rank].bytes
+    def _write(self, target: SpanRecords, host: int, key: bytes, content: memoryview | bytearray,
+               checksum: int) -> bool:
+        written = target.write(host, key, content, checksum)
         if not written:
             logger.warning("model %r: a span from %s differs from its checksum; it is computed here",
                            self._model.name, self._member.address)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from allspark_client.errors import AllSparkError, AsStatus, Draining
 from allspark_client.types import GenerateRequestStatus
 
 from ..access import Client
-from ..engine.handover import KEY_BYTES, machine
+from ..engine.handover import KEY_BYTES, Records, machine
 from .calls import abort, receive
 from .methods import GATEWAYS, Methods
 
@@ -128,17 +127,10 @@ class SpanCalls:
             if len(keys) != len(request.records):
                 raise ValueError(f"keys has {len(keys)} keys and records {len(request.records)} numbers; each key "
                                  "needs one")
-            for index, (key, record) in enumerate(zip(keys, request.records)):
-                for rank in range(len(model.records.paths)):
-                    at = 0
-                    while True:
-                        read = functools.partial(_part, model, rank, key, record, at)
-                        content, checksum = await loop.run_in_executor(self._threads, read)
-                        if not content:
-                            break
-                        await context.write(pb.SpanPart(index=index, rank=rank, content=content,
-                                                        checksum=checksum).SerializeToString())
-                        at += len(content)
+            parts = _parts(model.records, keys, list(request.records))
+            while batch := await loop.run_in_executor(self._threads, _next, parts):
+                for message in batch:
+                    await context.write(message)
         except (AllSparkError, ValueError, TypeError, OSError) as error:
             await abort(context, error)
 
@@ -152,14 +144,30 @@ class SpanCalls:
         return model
 
 
-def _part(model: ServedModel, rank: int, key: bytes, record: int, at: int) -> tuple[bytes, int]:
-    """A part of a record, and the checksum of all of it; nothing after its end, or if it has another key now."""
-    assert model.records is not None
-    with model.records.open() as files:
-        checksum = files[rank].checksum(record, key)
-        if checksum is None:
-            return b"", 0
-        return files[rank].content(record)[at:at + PART_BYTES].tobytes(), checksum
+def _parts(records: Records, keys: list[bytes], numbers: list[int]) -> Iterator[bytes]:
+    """The SpanParts of these spans, without those that have another key now."""
+    for index, (key, number) in enumerate(zip(keys, numbers)):
+        for rank in range(len(records.paths)):
+            at, size = 0, 1
+            while at < size:
+                with records.open() as files:
+                    checksum, size = files[rank].checksum(number, key), files[rank].bytes
+                    if checksum is None:
+                        break
+                    content = files[rank].content(number)[at:at + PART_BYTES].tobytes()
+                at += len(content)
+                yield pb.SpanPart(index=index, rank=rank, content=content, checksum=checksum).SerializeToString()
+
+
+def _next(parts: Iterator[bytes]) -> list[bytes]:
+    """The next of these messages, together at least PART_BYTES; none after the end. Blocks."""
+    batch, size = [], 0
+    for part in parts:
+        batch.append(part)
+        size += len(part)
+        if size >= PART_BYTES:
+            break
+    return batch
 
 
 def _split(keys: bytes) -> list[bytes]:
