@@ -253,8 +253,9 @@ class RankOptions(ListenerOptions):
                                        metavar="SECONDS", accepts=lambda value: 0 < value < float("inf"),
                                        rule="a number of seconds above 0")
     prefill_token_file: str = _handover("", "present a token of this file to these groups, with the role door or admin",
-                                        metavar="FILE")
-    prefill_tls_ca: str = _handover("", "connect to these groups with TLS and trust these certificates", metavar="PEM")
+                                        metavar="FILE", reads_file=True)
+    prefill_tls_ca: str = _handover("", "connect to these groups with TLS and trust these certificates", metavar="PEM",
+                                    reads_file=True)
     strict: bool = option(False, "do not serve a model if its memory is on the wrong NUMA nodes", section="placement",
                           ranks=EVERY_RANK)
     isa: str = option("", "the instruction set of CPUs to compute with, such as avx512_vnni; members of a pool resume "

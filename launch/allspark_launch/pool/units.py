@@ -153,13 +153,16 @@ def _needs_gpus(member: GroupOptions) -> bool:
 
 
 def _needs_network(member: GroupOptions, environment: dict[str, str]) -> bool:
-    """Whether it serves other hosts, runs on other hosts, loads a model from the Hub, or sends traces to a host."""
+    """Whether it serves other hosts, runs on other hosts, loads a model from the Hub, sends traces to a host, or has
+    prompts computed there.
+    """
     from allspark_server.weights.hub import is_hub_id
     if member.hosts or any(is_hub_id(str(model.get("model_path", ""))) for model in _models(member)):
         return True
     if any(_is_remote(environment[key]) for key in (COLLECTOR, _TRACES_COLLECTOR) if environment.get(key)):
         return True
-    return any(not access.is_unix(a) and not access.is_loopback(a) for a in [*member.address, member.http] if a)
+    addresses = [*member.address, member.http, *member.prefill_from]
+    return any(not access.is_unix(a) and not access.is_loopback(a) for a in addresses if a)
 
 
 def is_url(text: object) -> bool:
