@@ -353,6 +353,10 @@ class Engine(AbstractEngine):
         """Runs a function on the engine's thread between steps; waits for its result, or raises its error."""
         return self._thread.call(function)
 
+    def wait_for_ranks(self) -> None:
+        """Waits until every rank has ended the steps that are under way."""
+        self._thread.call(lambda: self._waitable_group().synchronize())
+
     def info(self, model_name: str) -> ModelInfo:
         """A model's information; do not change it."""
         return self._model(model_name).info

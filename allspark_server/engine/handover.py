@@ -130,7 +130,7 @@ class Handover:
         if (model.records is None or spec.deaths or sequence.outputs_every_row or not keys
                 or positions < self._tokens):
             return None
-        done: Future[None] = Future()
+        done: Future[bool] = Future()
         request = _request(spec, model, positions)
         self._threads.submit(self._run, model, request, keys, time.monotonic() + self._timeout, done)
         return Dependency("spans of another group", done)
@@ -143,7 +143,7 @@ class Handover:
         self._copiers.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, model: ServedModel, request: pb.PrefillRequest, keys: list[bytes], until: float,
-             done: Future[None]) -> None:
+             done: Future[bool]) -> None:
         try:
             outcome = self._fetch(model, request, keys, until)
         except Exception as error:      # whatever it is, the prompt can be computed here
@@ -153,14 +153,13 @@ class Handover:
         if outcome:
             with self._lock:
                 model.handover.requests[outcome] += 1
-        done.set_result(None)
+        done.set_result(outcome in ("file", "stream"))
 
     def _fetch(self, model: ServedModel, request: pb.PrefillRequest, keys: list[bytes], until: float) -> str:
         """Brings spans of a prompt into the host cache. Returns the outcome; "" if nothing was to be done."""
         call, size = self._engine.on_engine_thread, model.info.span_size
-        assert model.host_cache is not None
         held, wanted = call(lambda: model.scheduler.lacking_spans(keys))
-        if len(keys) * size - held < self._tokens or not call(model.host_cache.costs.worthwhile):
+        if len(keys) * size - held < self._tokens:
             return ""
         request.keys = b"".join(wanted)
         failures = []
@@ -227,6 +226,7 @@ class _Taking:
         try:
             # Steps that are planned already may still use what these spans held.
             call(model.flush).result(self._left())
+            self._handover._engine.wait_for_ranks()
             wanted = [(host, *each) for host, each in zip(hosts, offered)]
             sources = _opened(answer)
             if sources is not None:

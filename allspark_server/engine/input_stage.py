@@ -46,7 +46,8 @@ MAX_PROMPT_PAIRS = 1_000_000
 @dataclass
 class Dependency:
     """Something that a request waits for before it may be scheduled, such as a grammar or spans from elsewhere. The
-    request continues when `done` has a result, and fails with its exception. `name`: for errors and logs.
+    request continues when `done` has a result, and fails with its exception. A true result says that spans were brought
+    to the host cache for it. `name`: for errors and logs.
     """
 
     name: str

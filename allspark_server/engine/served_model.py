@@ -231,6 +231,7 @@ class ServedModel:
         error = dependency.done.exception()
         if error is None:
             for sequence in request.sequences:
+                sequence.brought = bool(dependency.done.result())
                 self.scheduler.unblock(sequence)
         else:
             if not isinstance(error, AllSparkError):

@@ -111,6 +111,7 @@ class SpanCalls:
         # A recurrent state is copied to spans of the cache by the first step, and to the host cache by the second.
         for _ in range(2 if model.info.state_spans else 1):
             call(save).result(max(0.0, until - time.monotonic()))
+        self._engine.wait_for_ranks()
         records = call(lambda: [-1 if (host := cache.host_span(key)) is None else host for key in keys])
         with model.records.open() as files:
             described = [pb.RecordsFile(path=path, facts=file.facts_text)

@@ -177,6 +177,13 @@ class Group:
         self.models.note_step(self._ended - began)
         return result
 
+    def synchronize(self) -> None:
+        """Wait until every rank has ended the submitted steps. Other ranks may be behind rank 0 in a step that has only
+        copies, since its ranks exchange nothing.
+        """
+        self._steps.drain()
+        self._gather(self.models.answer())
+
     def unload(self, name: str) -> None:
         """Start to free a model on every rank. If it is still loading, the load is cancelled."""
         self._call("unload", name=name)

@@ -104,6 +104,7 @@ class Sequence:
     prediction: Prediction | None = None  # drafts of a text that its output may resemble
     owner: Any = None  # not used by the scheduler
     blocked_on: str = ""  # what it waits for while it is BLOCKED
+    brought: bool = False  # spans were brought to the host cache for it: they are copied back whatever that costs
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)  # hash chain of the full spans, as far as known
 

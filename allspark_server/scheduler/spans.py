@@ -135,7 +135,8 @@ class SequenceSpans:
             return self._too_few(sequence, next_key)
         if cache is not None and self.host_cache is not None and hit < full:
             reach = cache.match_state(keys, cache.match(keys, self.groups, True), self.groups, True)
-            if reach > hit and self.host_cache.costs.worthwhile() and not self._restore(sequence, keys, reach):
+            wanted = reach > hit and (sequence.brought or self.host_cache.costs.worthwhile())
+            if wanted and not self._restore(sequence, keys, reach):
                 return Taken.RESTORING
         sequence.entered, sequence.admitted = len(sequence.spans[0]), length
         missing = self._missing(sequence)

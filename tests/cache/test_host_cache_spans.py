@@ -230,3 +230,18 @@ def test_what_a_prompt_lacks():
     assert {key for _, key in rig.host_cache.take_copies().saved.values()} == set(keys[:10])
     rig.prefix.reset()
     assert rig.scheduler.lacking_spans(keys)[0] == 0
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_what_was_brought_for_a_request_is_copied_back_whatever_it_costs(brought):
+    rig = Rig(num_spans=32, host_spans=100)
+    first = rig.add(prompt_of(80), 2)
+    rig.run()
+    rig.scheduler.save_spans(first.keys)
+    rig.add(prompt_of(100, 1), 2)  # evicts the first one's spans
+    rig.run()
+    rig.host_cache.costs.copy, rig.host_cache.costs.row = 10.0, 1e-6
+    again = rig.add(prompt_of(80), 2)
+    again.brought = brought
+    rig.run()
+    assert output(again) == output(first) and bool(again.restored) == brought
