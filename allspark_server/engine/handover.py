@@ -114,6 +114,7 @@ class Handover:
                  tls: TlsConfig | None = None):
         self._engine, self._tokens, self._timeout = engine, tokens, timeout
         self._members = [Member(address, tls, token, lambda *_: None) for address in addresses]
+        self._unable: set[str] = set()      # models that cannot take spans
         self._lock = threading.Lock()
         self._asked = dict.fromkeys(self._members, 0)               # requests that each computes for this group
         self._lost_until = dict.fromkeys(self._members, 0.0)
@@ -127,8 +128,13 @@ class Handover:
         if model.info.state_spans:
             positions = positions // max(size, STATE_STEP) * max(size, STATE_STEP)
         keys = sequence.keys[:positions // size]
-        if (model.records is None or spec.deaths or sequence.outputs_every_row or not keys
-                or positions < self._tokens):
+        if spec.deaths or sequence.outputs_every_row or not keys or positions < self._tokens:
+            return None
+        if model.records is None:
+            if model.name not in self._unable:
+                self._unable.add(model.name)
+                logger.warning("model %r: its prompts are computed here: taking spans of other groups needs "
+                               "host_cache_memory and host_cache_dir, and all ranks on one host", model.name)
             return None
         done: Future[bool] = Future()
         request = _request(spec, model, positions)

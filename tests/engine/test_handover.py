@@ -18,6 +18,7 @@ from allspark_client import AsModelConfig, ClientEngine
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_launch.group.background import background_group
 from allspark_server import Engine
+from allspark_server.engine.handover import Handover
 from allspark_server.runtime.host_cache import HEADER, SpanRecords, records_path
 
 pytest.importorskip("torch")
@@ -76,9 +77,10 @@ class Group:
 
 
 @contextlib.contextmanager
-def group(directory: Path | None, *arguments: str, ranks: int = 1, **fields) -> Iterator[Group]:
+def group(directory: Path | None, *arguments: str, ranks: int = 1, token: str | None = None,
+          **fields) -> Iterator[Group]:
     with background_group(["--ranks", str(ranks), *arguments], timeout=60) as started, \
-            ClientEngine(started.addresses[0], reconnect_timeout=5) as engine:
+            ClientEngine(started.addresses[0], reconnect_timeout=5, token=token) as engine:
         engine.install_model(model_config(directory, **fields))
         engine.start_model("m")
         yield Group(engine, started.addresses[0], started.supervisor_pid, directory, ranks)
@@ -136,6 +138,33 @@ def test_over_the_network_and_damaged(tmp_path):
         decode.engine.reset_prefix_cache("m")
         assert [decode.ask(prompt) for prompt in PROMPTS[:2]] == expected
         assert decode.metric("handover_lost_spans_total") == 2 and decode.outcomes == {"file": 2, "stream": 2}
+
+
+def test_a_model_without_a_file_says_so_once(caplog):
+    with Engine() as engine:
+        engine.handover = Handover(engine, ["127.0.0.1:1"], 64, 1.0)
+        engine.install_model(model_config(None))
+        engine.start_model("m")
+        asked = Group(engine, "", 0, None, 1)
+        assert asked.ask(PROMPTS[0]) and asked.ask(PROMPTS[1])
+        assert caplog.text.count("taking spans of other groups needs host_cache_memory and host_cache_dir") == 1
+
+
+def test_by_tcp_with_a_token(tmp_path):
+    names = {}
+    for name, text in {"all": "admin rules\ndoor passes\ngenerate asks\n", "door": "door passes\n",
+                       "user": "generate asks\n"}.items():
+        names[name] = tmp_path / name
+        names[name].write_text(text)
+        names[name].chmod(0o600)
+    tcp = ["--address", "127.0.0.1:0", "--token-file", str(names["all"])]
+    with group(tmp_path / "p", *tcp, token="rules") as prefill:
+        assert prefill.address.startswith("127.0.0.1:")
+        expected = prefill.ask(PROMPTS[0])
+        for name, outcome in (("door", "file"), ("user", "failed")):
+            shown = ["--prefill-token-file", str(names[name])]
+            with group(tmp_path / f"d-{name}", *asks(prefill.address), *shown) as decode:
+                assert decode.ask(PROMPTS[0]) == expected and decode.outcomes == {outcome: 1}
 
 
 def test_a_group_that_is_killed_is_not_waited_for(tmp_path):
