@@ -385,7 +385,7 @@ class ModelRunner:
     def _rows_of_step(self) -> int:
         """The most rows of a step; by default room for a prompt chunk and one token of every running request."""
         config = self.config
-        if self._shard.graph.whole_texts:
+        if self._model is not None and self._model.graph.whole_texts:
             return config.max_step_tokens or max(step_tokens(config), config.engine_max_length)
         if config.max_step_tokens:
             return config.max_step_tokens

@@ -402,7 +402,8 @@ def test_the_text_of_a_model_that_sees(name, tmp_path, caplog):
         inner = stored_name.replace("model.", "model.language_model.", 1)
         tensors[inner if stored_name.startswith("model.") else stored_name] = torch.from_numpy(
             np.array(stored.get(stored_name).data))
-    tensors |= {unused: torch.zeros(3, 3) for unused in ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")}
+    tensors |= {unused: torch.zeros(3, 3) for unused in (
+        "model.visual.patch_embed.proj.weight", "mtp.fc.weight", "mtp.layers.0.input_layernorm.weight")}
     from safetensors.torch import save_file
 
     save_file(tensors, tmp_path / "model.safetensors")
