@@ -45,7 +45,8 @@ def rerank(engine: AbstractEngine, model_name: str, query: str, documents: Seque
     if not info.labels:
         vectors = [embed(engine, model_name, one, prompt=prompt, truncate=truncate)
                    for one, prompt in zip(([query], given), document_prompts(info))]
-        return (vectors[1] * vectors[0]).sum(axis=1)
+        cosines: Array = (vectors[1] * vectors[0]).sum(axis=1)
+        return cosines
     check_reranker(info)
     return scores_of(info, outputs(engine, info, [{"text": query, "text_pair": one} for one in given], "auto",
                                    truncate))[:, 0]

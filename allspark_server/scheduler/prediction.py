@@ -27,7 +27,7 @@ class PredictedText:
         words = np.array(ids, np.int64)
         pairs = words[:-1] << 32 | words[1:]
         self._order = np.argsort(pairs, kind="stable")
-        self._pairs = memoryview(pairs[self._order])  # bisect reads single entries, which arrays are slow at
+        self._pairs = pairs[self._order].data  # bisect reads single entries, which arrays are slow at
 
     def after(self, history: list[int], near: int) -> int | None:
         """The index of the id that follows the last ids of `history`; None if the last two do not occur together.
