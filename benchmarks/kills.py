@@ -105,11 +105,11 @@ class Load:
 
     again: tuple[type[Exception], ...] = ()
 
-    def __init__(self):
-        self.last_tokens = [0.0] * STREAMS      # when each stream had its last token
-        self.expected = {i: self._output(i) for i in range(STREAMS)}
+    def __init__(self, streams: int = STREAMS):
+        self.last_tokens = [0.0] * streams      # when each stream had its last token
+        self.expected = {i: self._output(i) for i in range(streams)}
         self.outputs, self.repeated, self.wrong, self._end = 0, 0, [], threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(STREAMS)]
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(streams)]
         for thread in self._threads:
             thread.start()
 
@@ -141,18 +141,21 @@ class Load:
 class GroupLoad(Load):
     """Requests to a group, which the client continues."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, streams: int = STREAMS):
         self._engine = ClientEngine(address, reconnect_timeout=WAIT_SECONDS)
         self._model = self._engine.list_models()[0].name
-        super().__init__()
+        self.longest_wait = 0.0     # for a token of a request, in seconds
+        super().__init__(streams)
 
     def _output(self, stream: int) -> list:
         config = {"max_new_tokens": TOKENS, "seed": stream, "early_stopping": False}
         _, handle, queue = self._engine.start_request(self._model, {"input_ids": [5 + stream, 6, 7]}, config)
-        ids = []
+        last, ids = time.monotonic(), []
         for elements in queue:
             ids += elements.ids_from_generate
-            self.last_tokens[stream] = time.monotonic()
+            now = time.monotonic()
+            self.longest_wait = max(self.longest_wait, now - last)
+            self.last_tokens[stream] = last = now
         self._engine.release_request(self._model, handle)
         return ids
 

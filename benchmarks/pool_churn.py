@@ -13,13 +13,11 @@ import argparse
 import os
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-from kills import TOKENS, WAIT_SECONDS, Service
+from kills import TOKENS, GroupLoad, Service
 
-from allspark_client import ClientEngine
 from allspark_launch.group.background import shipped_model
 from allspark_launch.group.processes import processes_of_session
 
@@ -60,50 +58,6 @@ class Members:
         new.replace(self.listed)
 
 
-class Streams:
-    """Requests, one after the other in each of several threads, compared with what the first member gave."""
-
-    def __init__(self, address: str, count: int):
-        self._engine = ClientEngine(address, reconnect_timeout=WAIT_SECONDS)
-        self._model = self._engine.list_models()[0].name
-        self.expected = [self._output(i) for i in range(count)]
-        self.outputs, self.wrong, self.longest_wait = 0, list[str](), 0.0
-        self._end = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(count)]
-        for thread in self._threads:
-            thread.start()
-
-    def _output(self, stream: int) -> list[int]:
-        config = {"max_new_tokens": TOKENS, "seed": stream, "early_stopping": False}
-        last, ids = time.monotonic(), []
-        with self._engine.generate(self._model, {"input_ids": [5 + stream, 6, 7]}, config) as generation:
-            for elements in generation:
-                ids += elements.ids_from_generate
-                now = time.monotonic()
-                self.longest_wait, last = max(getattr(self, "longest_wait", 0.0), now - last), now
-        return ids
-
-    def _run(self, stream: int) -> None:
-        while not self._end.is_set():
-            try:
-                output = self._output(stream)
-            except Exception as error:  # any end but a whole answer is a failure
-                self.wrong.append(f"stream {stream}: {error}")
-                print(self.wrong[-1], flush=True)
-                continue
-            self.outputs += 1
-            if output != self.expected[stream]:
-                self.wrong.append(f"stream {stream}: an output of length {len(output)} that differs")
-                print(self.wrong[-1], flush=True)
-
-    def stop(self) -> None:
-        """Waits for the requests that run."""
-        self._end.set()
-        for thread in self._threads:
-            thread.join()
-        self._engine.close()
-
-
 def main() -> int:
     """Reads the command line; returns 1 if a request was lost or wrong, or something is left behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,7 +72,7 @@ def main() -> int:
         for _ in range(options.members):
             members.add()
         try:
-            load = Streams(f"file:{members.listed}", options.streams)
+            load = GroupLoad(f"file:{members.listed}", options.streams)
             began, changes, slow = time.monotonic(), 0, 0
             try:
                 while time.monotonic() - began < options.seconds:
