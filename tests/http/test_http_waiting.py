@@ -21,7 +21,7 @@ from support.waiting import wait_for
 BODY = {"model": "m", "prompt": [7, 8, 9], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
 
 
-class Door:
+class WaitingServer:
     """A running HTTP server in front of the groups that the file `members` lists: none at first."""
 
     def __init__(self, folder, server, client):
@@ -46,18 +46,18 @@ class Door:
 
 
 @contextlib.contextmanager
-def door(folder, **options):
+def waiting_server(folder, **options):
     (folder / "members").write_text("")
     with http_server(HttpOptions(**{"address": "127.0.0.1:0", "insecure": True, "pool": [f"file:{folder}/members"],
                                     **options})) as server, \
             httpx.Client(base_url=f"http://{server.address}", timeout=60) as client:
         wait_for(lambda: server.serves and client.get("/health/live").status_code == 200, 30)
-        yield Door(folder, server, client)
+        yield WaitingServer(folder, server, client)
 
 
 def test_requests_wait_for_the_first_group_and_for_the_next(tmp_path):
     """They are counted meanwhile, and answered once a group is there: when none has ever been, and after the last."""
-    with door(tmp_path, wait_limit=60.0, workers=2) as found, ThreadPoolExecutor(4) as threads:
+    with waiting_server(tmp_path, wait_limit=60.0, workers=2) as found, ThreadPoolExecutor(4) as threads:
         for _ in range(2):
             calls = [threads.submit(found.client.post, "/v1/completions", json=BODY) for _ in range(3)]
             wait_for(lambda: found.waiting() == 3, 10)
@@ -72,7 +72,7 @@ def test_requests_wait_for_the_first_group_and_for_the_next(tmp_path):
 
 def test_a_request_that_comes_as_the_last_group_goes(tmp_path):
     """The server learns within half a second that there is no group; such a request waits for the next one, too."""
-    with door(tmp_path, wait_limit=60.0) as found, ThreadPoolExecutor(1) as threads:
+    with waiting_server(tmp_path, wait_limit=60.0) as found, ThreadPoolExecutor(1) as threads:
         with found.group(tmp_path):
             wait_for(lambda: found.client.get("/health/ready").status_code == 200, 10)
             assert found.client.post("/v1/completions", json=BODY).status_code == 200
@@ -86,7 +86,7 @@ def test_a_request_that_comes_as_the_last_group_goes(tmp_path):
 
 def test_a_stream_begins_while_it_waits(tmp_path):
     """Proxies see comments; a client that gives up waits no more."""
-    with door(tmp_path, wait_limit=60.0, heartbeat=0.2) as found:
+    with waiting_server(tmp_path, wait_limit=60.0, heartbeat=0.2) as found:
         with found.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             assert answer.status_code == 200
             lines = answer.iter_lines()
@@ -101,7 +101,7 @@ def test_a_stream_begins_while_it_waits(tmp_path):
 
 
 def test_the_limit(tmp_path):
-    with door(tmp_path, wait_limit=1.0) as found:
+    with waiting_server(tmp_path, wait_limit=1.0) as found:
         began = time.monotonic()
         answer = found.client.post("/v1/completions", json=BODY)
         assert answer.status_code == 503 and 1.0 <= time.monotonic() - began < 3.0
@@ -112,7 +112,7 @@ def test_the_limit(tmp_path):
 @pytest.mark.parametrize("end", [signal.SIGKILL, None])
 def test_requests_of_a_worker_that_has_ended_wait_no_more(tmp_path, end):
     """Neither one that is killed nor one that a reload replaces leaves its count: nobody would scale down again."""
-    with door(tmp_path, wait_limit=60.0) as found:
+    with waiting_server(tmp_path, wait_limit=60.0) as found:
         def ask() -> None:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.post(f"http://{found.server.address}/v1/completions", json=BODY, timeout=60)

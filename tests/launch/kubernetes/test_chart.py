@@ -176,7 +176,7 @@ def test_command_lines(release, tmp_path):
         probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("readiness", "liveness")}
         assert {probe["scheme"] for probe in probes.values()} == {"HTTPS" if tls else "HTTP"}
         assert {probe["port"] for probe in probes.values()} == {"http"}
-        # A door that waits for the first group must get requests while there is none.
+        # An HTTP server that waits for the first group must get requests while there is none.
         waits = kind == "door" and options.wait_limit > 0
         assert probes["readiness"]["path"] == ("/health/live" if waits else "/health/ready")
         assert probes["liveness"]["path"] == "/health/live"

@@ -89,7 +89,7 @@ def certificates(folder: Path) -> dict[str, bytes]:
 
 
 class Release:
-    """A release of the chart with two groups of the shipped model and a door."""
+    """A release of the chart with two groups of the shipped model and an HTTP server in front."""
 
     values: dict[str, Any] = {
         "model": {"path": "/models", "hostPath": str(shipped_model()), "name": "fable"},
@@ -147,7 +147,7 @@ def release(api, tmp_path_factory):
 
 
 def test_members_are_found_and_answer(release):
-    """The door finds them by the headless Service, with TLS by the names of the certificate; gateways read each."""
+    """HTTP servers find them by the headless Service, with TLS by the names of the certificate; gateways read each."""
     with http() as client:
         answer = wait_for(lambda: (found := release.ask(client)).status_code == 200 and found, 30)
         assert answer.json()["usage"]["completion_tokens"] == 24
@@ -213,7 +213,7 @@ def test_to_zero_and_back(release):
 
     scale(0)
     wait_for(lambda: not release.pods("group"), 60)
-    assert release.ready("door"), "the door is ready without a group"
+    assert release.ready("door"), "the HTTP server is ready without a group"
     with http() as client, http() as other:
         answers: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: answers.append(release.ask(other)))
