@@ -7,17 +7,12 @@ draft is compared with one that is made anew from its sequence's tokens.
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
-import runpy
-import shlex
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from support.paths import NATIVE, ROOT
+from support.native_program import NoSanitizers, native_program
 
 SOURCES = ["batch/draft_head", "batch/draft_model", "batch/drafter", "batch/lookup", "batch/plan", "batch/slots",
            "sampling/sampler", "sampling/sampler_shard"]
@@ -26,27 +21,11 @@ SOURCES = ["batch/draft_head", "batch/draft_model", "batch/drafter", "batch/look
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     """draft_layers.cpp, compiled; with sanitizers if the compiler has them."""
-    folder = tmp_path_factory.mktemp("layers")
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ALLSPARK_SANITIZE", "address,undefined")
-        flags = [*setup["COMMON"], f"-I{NATIVE}", "-pthread", "-O1"]
-        sanitized = [*flags, *setup["sanitizers"]()]
-    (folder / "empty.cpp").write_text("int main() {}\n")
-    tried = subprocess.run([*compiler, *sanitized, "empty.cpp", "-o", "empty"], cwd=folder, capture_output=True)
-    flags = flags if tried.returncode else sanitized
-
-    def compiled(source: Path) -> str:
-        name = f"{source.stem}.o"
-        subprocess.run([*compiler, *flags, "-c", str(source), "-o", name], cwd=folder, check=True)
-        return name
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, [Path(__file__).with_name("draft_layers.cpp"),
-                                           *(NATIVE / f"{name}.cpp" for name in SOURCES)]))
-    subprocess.run([*compiler, *flags, *objects, "-o", "draft_layers"], cwd=folder, check=True)
-    return folder / "draft_layers"
+    folder, main = tmp_path_factory.mktemp("layers"), Path(__file__).with_name("draft_layers.cpp")
+    try:
+        return native_program(folder, main, SOURCES, ["-O1"])
+    except NoSanitizers:
+        return native_program(folder, main, SOURCES, ["-O1"], sanitize=False)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 8])

@@ -8,15 +8,11 @@ the executor's refusals, and the end of a step when a thread fails.
 `tests/sanitize address` covers every instruction set, quantized weights, fusion, the sampler and whole models;
 `tests/sanitize thread` looks for races in the same tests.
 """
-import concurrent.futures
 import os
 import platform
-import runpy
-import shlex
 import struct
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,7 +20,8 @@ from types import SimpleNamespace
 import pytest
 
 from fuzz.plans import Plans
-from support.paths import NATIVE, ROOT, TESTS
+from support.native_program import NoSanitizers, native_program
+from support.paths import TESTS
 
 SELECTED = ["native/test_executor.py", "native/test_window.py", "native/test_kernels.py", "native/test_cache_quant.py"]
 # What takes minutes, or servers.
@@ -39,26 +36,10 @@ def program(tmp_path_factory) -> Path:
     """sanitized.cpp, compiled."""
     if "ALLSPARK_SANITIZE" in os.environ:
         pytest.skip("this is such a run")
-    folder = tmp_path_factory.mktemp("sanitized")
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
-    setup = runpy.run_path(str(ROOT / "setup.py"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ALLSPARK_SANITIZE", "address,undefined")
-        flags = [*setup["COMMON"], *setup["sanitizers"](), f"-I{NATIVE}", "-pthread"]
-    (folder / "empty.cpp").write_text("int main() {}\n")
-    if subprocess.run([*compiler, *flags, "empty.cpp", "-o", "empty"], cwd=folder, capture_output=True).returncode:
-        pytest.skip(f"the compiler {shlex.join(compiler)} has no sanitizers")
-
-    def compiled(source: Path) -> str:
-        name = f"{source.stem}.o"
-        subprocess.run([*compiler, *flags, "-c", str(source), "-o", name], cwd=folder, check=True)
-        return name
-
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, [Path(__file__).with_name("sanitized.cpp"),
-                                           *(NATIVE / f"{name}.cpp" for name in SOURCES)]))
-    subprocess.run([*compiler, *flags, *objects, "-o", "sanitized"], cwd=folder, check=True)
-    return folder / "sanitized"
+    try:
+        return native_program(tmp_path_factory.mktemp("sanitized"), Path(__file__).with_name("sanitized.cpp"), SOURCES)
+    except NoSanitizers as error:
+        pytest.skip(str(error))
 
 
 class Decoder:
