@@ -384,25 +384,17 @@ def test_keys_stay_in_the_tab(http_server, browser, expect):
         assert page.evaluate("sessionStorage.length") == 0 and page.locator("#model option").count() == 0
 
 
-READERS = {"embedder": "bert", "reranker": "xlm-roberta-reranker", "classifier": "bert-classes"}
-
-
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory):
     """The address of an HTTP server with an embedder, a reranker and a classifier, and a client of its group."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from allspark_launch.group.background import background_group
-    from support.encoders import add_wordpiece, encoder
+    from support.encoders import install_encoders
 
     folder = tmp_path_factory.mktemp("models")
     with background_group(["--numa-nodes", "0"], timeout=60.0) as group, ClientEngine(group.addresses[0]) as engine:
-        for name, source in READERS.items():
-            directory = shutil.copytree(encoder(source), folder / name)
-            add_wordpiece(directory, 2 if name == "reranker" else 1)
-            engine.install_model(AsModelConfig(model_name=name, model_path=str(directory), compute_unit="CPU:0",
-                                               num_threads=1))
-            engine.start_model(name)
+        install_encoders(engine, folder, "CPU:0")
         with http_server_for(group.addresses[0], insecure=True) as address:
             yield f"http://{address}", engine
 

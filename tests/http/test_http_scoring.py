@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shutil
 
 import httpx
 import numpy as np
@@ -13,12 +12,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 openai = pytest.importorskip("openai")
 
-from allspark_client import AsModelConfig, ClientEngine
+from allspark_client import ClientEngine
 from allspark_launch.group.background import background_group
-from support.encoders import add_wordpiece, encoder
+from support.encoders import install_encoders
 from support.http_helpers import http_server_for, refusal
 
-MODELS = {"embedder": "bert", "reranker": "xlm-roberta-reranker", "classifier": "bert-classes"}
 DOCUMENTS = ["the red house", "what is a cat?", "a", "the dog sat on the mat"]
 
 
@@ -27,12 +25,7 @@ def served(tmp_path_factory):
     """(HTTP client, ClientEngine) of a group with an embedder, a reranker and a classifier."""
     folder = tmp_path_factory.mktemp("models")
     with background_group(["--numa-nodes", "0,0"], timeout=60.0) as group, ClientEngine(group.addresses[0]) as engine:
-        for name, source in MODELS.items():
-            directory = shutil.copytree(encoder(source), folder / name)
-            add_wordpiece(directory, 2 if name == "reranker" else 1)
-            engine.install_model(AsModelConfig(model_name=name, model_path=str(directory), compute_unit="CPU:0,0",
-                                               num_threads=1))
-            engine.start_model(name)
+        install_encoders(engine, folder, "CPU:0,0")
         with http_server_for(group.addresses[0], insecure=True) as address:
             with httpx.Client(base_url=f"http://{address}", timeout=60) as client:
                 yield client, engine

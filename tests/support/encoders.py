@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 import zlib
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from allspark_client import AsModelConfig, ClientEngine
 from support.checkpoints import VOCAB
 
 POOLING_FOLDER, CLS, SEP, PAD = "1_Pooling", 3, 4, 1
@@ -195,3 +197,13 @@ def add_wordpiece(directory: Path, pair_separators: int = 1) -> None:
         "sep_token": "[SEP]", "cls_token": "[CLS]", "pad_token": "[PAD]",
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"][:: 2 - second],
         "tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def install_encoders(engine: ClientEngine, folder: Path, unit: str) -> None:
+    """Installs and starts models named embedder, reranker and classifier on `unit`; their files are in `folder`."""
+    for name, source in (("embedder", "bert"), ("reranker", "xlm-roberta-reranker"), ("classifier", "bert-classes")):
+        directory = shutil.copytree(encoder(source), folder / name)
+        add_wordpiece(directory, 2 if name == "reranker" else 1)
+        engine.install_model(AsModelConfig(model_name=name, model_path=str(directory), compute_unit=unit,
+                                           num_threads=1))
+        engine.start_model(name)
