@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from allspark_server.limited_process import LimitedProcess
 from allspark_server.tokenizer import templates
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from support.waiting import wait_for
@@ -411,13 +412,13 @@ def test_chats_do_not_wait_for_one_that_takes_long(monkeypatch):
     other = threading.Thread(target=renderer.render, args=(slow, {}))
     try:
         renderer.start()
-        sent, ask = [], templates._Process._ask
-        monkeypatch.setattr(templates._Process, "_ask", lambda self, data: (sent.append(len(data)), ask(self, data))[1])
+        sent, ask = [], LimitedProcess.ask
+        monkeypatch.setattr(LimitedProcess, "ask", lambda self, data: (sent.append(len(data[0])), ask(self, data))[1])
         long = "{{ x }}" + "{# a comment #}" * 10_000
         assert [renderer.render(long, {"x": i}) for i in range(3)] == ["0", "1", "2"]
         assert sent[0] > len(long) and max(sent[1:]) < 100
         other.start()
-        wait_for(lambda: not renderer._idle, 5)
+        wait_for(lambda: not renderer._pool._idle, 5)
         assert renderer.render(long, {"x": 5}) == "5" and other.is_alive()
         for i in range(templates.KNOWN_TEMPLATES + 5):     # more than a process keeps
             assert renderer.render(f"{i}{{{{ x }}}}", {"x": 0}) == f"{i}0"
