@@ -113,6 +113,7 @@ class ProcessPool:
         """Starts anew. After a fork the pipes belong to the parent."""
         self._lock = threading.Lock()
         self._idle: list[LimitedProcess] = []
+        self._closed = False
         self._room = threading.BoundedSemaphore(PROCESSES)
 
     @contextlib.contextmanager
@@ -130,10 +131,11 @@ class ProcessPool:
             try:
                 yield process
             finally:
-                if process.alive:
-                    with self._lock:
+                with self._lock:
+                    keep = process.alive and not self._closed
+                    if keep:
                         self._idle.append(process)
-                else:
+                if not keep:
                     process.close()
         finally:
             room.release()
@@ -145,8 +147,9 @@ class ProcessPool:
                 self._idle.append(self._new())
 
     def close(self) -> None:
-        """Ends the idle processes."""
+        """Ends the idle processes at once, the others after their requests."""
         with self._lock:
+            self._closed = True
             while self._idle:
                 self._idle.pop().close()
 

@@ -1,0 +1,91 @@
+"""Settings of Hugging Face image processors: preprocessor_config.json, or image_processor in processor_config.json."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..models.fields import Fields
+from ..weights.files import read_json
+from .processor import Normalization
+
+# Values that several processors of transformers have by default (its image_utils.py).
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers
+
+_FILES = (("processor_config.json", "image_processor"), ("preprocessor_config.json", ""))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Typed access to the settings; errors name the field and the file."""
+
+    fields: Fields
+
+    def number(self, name: str, default: int) -> int:
+        """A positive number, or the side of a square as {"height": …, "width": …}."""
+        value = self.fields.values.get(name)
+        if isinstance(value, dict):
+            sides = [Fields(value, self.fields.path, f"{self.fields.prefix}{name}.").need_positive(side, most=1 << 12)
+                     for side in ("height", "width")]
+            if sides[0] != sides[1]:
+                raise self.fields.error(name, f"is {value!r}: expected a square")
+            return sides[0]
+        return default if value is None else self.fields.need_positive(name, most=1 << 12)
+
+    def size(self, default: dict[str, int]) -> dict[str, int]:
+        """The size that images are resized to, with the keys that its kind has."""
+        fields = Fields(self.fields.get("size", dict, default), self.fields.path, f"{self.fields.prefix}size.")
+        return {name: fields.need_positive(name, most=1 << 30) for name in fields.values
+                if fields.values[name] is not None}
+
+    def resample(self, default: int) -> int:
+        """The filter of resizing, by its number in Pillow."""
+        value = self.fields.get("resample", int, default)
+        if value not in (LANCZOS, BILINEAR, BICUBIC):
+            raise self.fields.error("resample", f"is {value}: supported are {LANCZOS} (Lanczos), {BILINEAR} (bilinear) "
+                                                f"and {BICUBIC} (bicubic)")
+        return value
+
+    def normalization(self, mean: Sequence[float], std: Sequence[float], normalizes: bool = True) -> Normalization:
+        """How pixels become numbers. `mean`, `std`, `normalizes`: the processor's defaults."""
+        factor = 1.0
+        if self.fields.get("do_rescale", bool, True):
+            factor = self.fields.get("rescale_factor", float, 1 / 255)
+            if not factor > 0:
+                raise self.fields.error("rescale_factor", f"is {factor}: it must be positive")
+        if not self.fields.get("do_normalize", bool, normalizes):
+            return Normalization(factor)
+        means, stds = self._colors("image_mean", mean), self._colors("image_std", std)
+        if min(stds) <= 0:
+            raise self.fields.error("image_std", f"is {list(stds)}: the numbers must be positive")
+        return Normalization(factor, means, stds)
+
+    def _colors(self, name: str, default: Sequence[float]) -> tuple[float, float, float]:
+        values = self.fields.get(name, list, list(default))
+        if len(values) != 3 or not all(isinstance(value, (int, float)) and abs(value) < 1e6 for value in values):
+            raise self.fields.error(name, f"is {values!r}: expected three numbers, for R, G and B")
+        return float(values[0]), float(values[1]), float(values[2])
+
+    def refuse(self, **switches: bool) -> None:
+        """AllSparkError for a switch that is not at its only supported value, which is also its default."""
+        for name, value in switches.items():
+            if self.fields.get(name, bool, value) is not value:
+                raise self.fields.error(name, f"is {str(not value).lower()}: only {str(value).lower()} is supported")
+
+
+def read_settings(directory: str | Path) -> Settings | None:
+    """The settings of a checkpoint; None if it has no image processor."""
+    for name, key in _FILES:
+        path = Path(directory, name)
+        if not os.path.lexists(path):
+            continue
+        values: dict[str, Any] = read_json(path)
+        if not key:
+            return Settings(Fields(values, path))
+        if key in values:
+            return Settings(Fields(Fields(values, path).need(key, dict), path, f"{key}."))
+    return None

@@ -1,0 +1,144 @@
+"""Image processors against those of transformers: sizes, order of patches and normalization exactly."""
+
+import os
+import secrets
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from allspark_client import AllSparkError
+from support.images import SIZES, EncodedFile, encoded, noise, processor_of, resize_as_torchvision
+
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
+QWEN = {"model_type": "qwen2_5_vl", "image_token_id": 7, "vision_config": {}}
+
+
+@pytest.fixture(params=[SEED], ids=lambda s: f"seed{s}")
+def rng(request):
+    return np.random.default_rng(request.param)
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads processors, and ends their processes after the test."""
+    found = []
+
+    def read(config, settings):
+        found.append(processor_of(tmp_path, config, settings))
+        return found[-1]
+
+    yield read
+    for processor in found:
+        processor.close()
+
+
+def test_resizing_is_torchvisions(rng, read):
+    """Pixels after resizing in both directions, against the kernel that torchvision calls for 8 bits."""
+    decoder = read(QWEN, {}).decoder
+    for width, height, wide, high in [(640, 480, 644, 476), (27, 29, 56, 28), (100, 100, 56, 140), (500, 30, 84, 28),
+                                      (31, 500, 28, 560), (5, 3, 5, 56), (5, 3, 56, 3)]:
+        image = noise(rng, width, height)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+        for resample, mode in ((2, "bilinear"), (3, "bicubic")):
+            found = decoder.decode(encoded(image), lambda *_: (high, wide), resample).astype(int)
+            expected = torch.nn.functional.interpolate(pixels, (high, wide), mode=mode, antialias=True)
+            difference = abs(found - expected[0].permute(1, 2, 0).numpy().astype(int))
+            assert difference.max() <= 2 and (difference > 1).mean() < 1e-3, (width, height, wide, high, mode)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}, "image_mean": [0.5] * 3,
+         "image_std": [0.5, 0.4, 0.3]},
+    {"min_pixels": 3136, "max_pixels": 12544, "size": {"shortest_edge": 1, "longest_edge": 2}, "do_rescale": False},
+    {"do_normalize": False, "merge_size": 1, "temporal_patch_size": 3, "resample": 2},
+])
+def test_qwen(rng, read, monkeypatch, settings):
+    processor = read(QWEN, settings)
+    resize_as_torchvision(monkeypatch)
+    reference = Qwen2VLImageProcessorPil(**settings)
+    images = [noise(rng, *size) for size in SIZES]
+    found = processor.process([EncodedFile(encoded(image)) for image in images])
+    expected = reference(images=images, return_tensors="np")
+    assert [each.grid for each in found] == [tuple(grid) for grid in expected["image_grid_thw"].tolist()]
+    np.testing.assert_allclose(np.concatenate([each.patches for each in found]), expected["pixel_values"],
+                               rtol=1e-6, atol=1e-6)
+    for image, each in zip(images, found):
+        assert each.patches.dtype == np.float32 and each.patches.flags.c_contiguous
+        assert each.tokens == each.grid[1] * each.grid[2] // processor.merge ** 2
+        assert len(each.patches) == each.grid[1] * each.grid[2]
+        assert each.digest == processor.digest(EncodedFile(encoded(image)))
+
+
+def test_qwens_limits_of_pixels(rng, read):
+    """An image's own limits override the checkpoint's, as transformers' `size` does; wrong ones are named."""
+    processor = read(QWEN, {})
+    assert processor.takes_pixels
+    image = noise(rng, 300, 200)
+    for least, most in [(100_000, 0), (0, 9000), (20_000, 30_000), (0, 3000), (500_000, 0)]:
+        found, = processor.process([EncodedFile(encoded(image), least, most)])
+        size = {"shortest_edge": min(least or 3136, most or 1 << 30), "longest_edge": most or 28 * 28 * 1280}
+        expected = Qwen2VLImageProcessorPil(size=size)(images=[image], return_tensors="np")
+        assert found.grid == tuple(expected["image_grid_thw"][0].tolist())
+    for least, most, problem in [(-1, 0, "min_pixels=-1: allowed are 1 to"), (0, 1 << 30, "max_pixels=1073741824"),
+                                 (9000, 8000, "min_pixels=9000, more than its max_pixels=8000")]:
+        with pytest.raises(AllSparkError, match=f"image 2 of the request has {problem}"):
+            processor.process([EncodedFile(encoded(image)), EncodedFile(encoded(image), least, most)])
+    with pytest.raises(AllSparkError, match="image 1 of the request has 201 x 1 pixels: the longer side may have"):
+        processor.process([EncodedFile(encoded(noise(rng, 201, 1)))])
+    with pytest.raises(AllSparkError, match="image 2 of the request has 77 tokens, and only 76 are left"):
+        processor.process([EncodedFile(encoded(image))] * 2, most_tokens=153)
+    assert len(processor.process([EncodedFile(encoded(image))] * 2, most_tokens=154)) == 2
+
+
+def test_digests(rng, read, tmp_path):
+    """A digest stands for the file, the options and the settings."""
+    first, second = (encoded(noise(rng, 9, 9)) for _ in range(2))
+    processor, other = read(QWEN, {}), read(QWEN, {"max_pixels": 9999})
+    files = [EncodedFile(first), EncodedFile(second), EncodedFile(first, 9), EncodedFile(first, 0, 9)]
+    digests = [each.digest(file) for each in (processor, other) for file in files]
+    assert len(set(digests)) == 8 and {len(digest) for digest in digests} == {16}
+    assert processor.digest(EncodedFile(bytes(first))) == digests[0] == read(QWEN, {}).digest(EncodedFile(first))
+
+
+@pytest.mark.parametrize("settings, problem", [
+    ({"patch_size": 0}, "patch_size"), ({"patch_size": "x"}, "patch_size"), ({"size": {"longest_edge": -1}}, "size"),
+    ({"min_pixels": 9, "max_pixels": 8}, "asks for 9 to 8 pixels"), ({"do_resize": False}, "do_resize"),
+    ({"image_mean": [1, 2]}, "image_mean"), ({"image_std": [0, 1, 1]}, "image_std"), ({"resample": 9}, "resample"),
+    ({"rescale_factor": 0}, "rescale_factor"),
+])
+def test_wrong_settings(read, settings, problem):
+    with pytest.raises(AllSparkError, match=rf"preprocessor_config.json .*|{problem}") as caught:
+        read(QWEN, settings)
+    assert problem in str(caught.value)
+
+
+def test_models_without_images(tmp_path):
+    from allspark_server.images import read_processor
+    assert read_processor(tmp_path, QWEN) is None                                  # no settings
+    (tmp_path / "processor_config.json").write_text('{"image_processor": {"patch_size": 16}, "x": 1}')
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert read_processor(tmp_path, QWEN).patch == 16                              # the newer file counts
+    assert read_processor(tmp_path, {"model_type": "qwen2", "vision_config": {}}) is None
+    assert read_processor(tmp_path, {**QWEN, "vision_config": None}) is None       # the text part alone
+
+
+def test_expanding(rng, read):
+    """Each placeholder becomes its image's ids; what is expanded stays; what does not fit is refused with numbers."""
+    processor = read(QWEN, {})
+    images = processor.process([EncodedFile(encoded(noise(rng, *size))) for size in [(28, 56), (90, 30)]])
+    first, second = (each.tokens for each in images)
+    assert first != second
+    bare, whole = [1, 7, 2, 3, 7, 4], [1, *[7] * first, 2, 3, *[7] * second, 4]
+    assert processor.expand(bare, images) == whole == processor.expand(whole, images)
+    assert processor.expand((7, 7), images) == [7] * (first + second)
+    assert processor.expand([1, 2], []) == [1, 2]
+    for ids, given, numbers in [([1], images, "0 image placeholders (id 7) and the request 2 images"),
+                                (bare, images[:1], "2 image placeholders (id 7) and the request 1 images"),
+                                (bare, [], "2 image placeholders (id 7) and the request 0 images"),
+                                (whole, images[::-1], f"{first + second} image placeholders (id 7)"),
+                                ([1, *[7] * first, 2, 7], images, f"{first + 1} image placeholders")]:
+        with pytest.raises(ValueError) as caught:
+            processor.expand(ids, given)
+        assert numbers in str(caught.value)
