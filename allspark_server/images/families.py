@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from ..models.fields import Fields
-from . import qwen
+from . import gemma, pixtral, qwen
 from .processor import ImageProcessor
 from .settings import Settings, read_settings
 
-FAMILIES: dict[str, Callable[[Settings, Fields], ImageProcessor]] = {
+FAMILIES: dict[str, Callable[[Settings, Fields], ImageProcessor | None]] = {
     "qwen2_vl": qwen.read, "qwen2_5_vl": qwen.read, "qwen3_vl": qwen.read, "qwen3_vl_moe": qwen.read,
-    "qwen3_5": qwen.read, "qwen3_5_moe": qwen.read,
+    "qwen3_5": qwen.read, "qwen3_5_moe": qwen.read, "mistral3": pixtral.read, "llava": pixtral.read,
+    "gemma3": gemma.read_gemma3, "gemma4": gemma.read_gemma4,
 }
 
 

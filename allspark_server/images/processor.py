@@ -111,8 +111,8 @@ class ImageProcessor(ABC):
         return [self.token] * image.tokens
 
     def cut(self, pixels: np.ndarray) -> np.ndarray:
-        """Rows of patches, float32, of an image, uint8 [height, width, 3]."""
-        return self.normalization.apply(_blocks(pixels, self.patch, self.merge), 1).reshape(-1, 3 * self.patch ** 2)
+        """The rows of ImageInput.patches of an image, uint8 [height, width, 3]."""
+        return self.normalization.apply(blocks(pixels, self.patch, self.merge), 1).reshape(-1, 3 * self.patch ** 2)
 
     def digest(self, image: EncodedImage) -> bytes:
         """What stands for an image once it is processed (ImageInput.digest)."""
@@ -192,8 +192,8 @@ class ImageProcessor(ABC):
         self.decoder.close()
 
 
-def _blocks(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
-    """The patches of an image [height, width, 3] in the order of ImageInput, [rows, 3, patch, patch]."""
+def blocks(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """The patches of an image [height, width, 3] in the order of ImageInput: [rows, 3, patch, patch]."""
     down, across = (side // (patch * merge) for side in pixels.shape[:2])
     parts = pixels.reshape(down, merge, patch, across, merge, patch, 3)
     return parts.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)

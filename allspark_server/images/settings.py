@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allspark_client.errors import AllSparkError, AsStatus
+
 from ..models.fields import Fields
-from ..weights.files import read_json
+from ..tokenizer import vocabularies
+from ..weights.files import parse_json, read_json
 from .processor import Normalization
 
 # Values that several processors of transformers have by default (its image_utils.py).
@@ -89,3 +92,23 @@ def read_settings(directory: str | Path) -> Settings | None:
         if key in values:
             return Settings(Fields(Fields(values, path).need(key, dict), path, f"{key}."))
     return None
+
+
+def tokens_of(directory: Path) -> dict[str, int]:
+    """The ids of the tokens that a tokenizer finds in text before all others, special ones among them."""
+    try:
+        listed = parse_json(vocabularies.tokenizer_json(directory)).get("added_tokens") or []
+        return {token["content"]: token["id"] for token in listed}
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"the tokenizer in {directory} has no list of added_tokens: {error!r}") from error
+
+
+def token_ids(directory: Path, names: Sequence[str]) -> list[int]:
+    """The ids of special tokens. AllSparkError if the tokenizer lacks one."""
+    tokens = tokens_of(directory)
+    for name in names:
+        if name not in tokens:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"the tokenizer in {directory} has no token {name!r}, which images of this model need")
+    return [tokens[name] for name in names]

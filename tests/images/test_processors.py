@@ -5,14 +5,24 @@ import secrets
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from allspark_client import AllSparkError
-from support.images import SIZES, EncodedFile, encoded, noise, processor_of, resize_as_torchvision
+from support.images import SIZES, EncodedFile, add_image_tokens, encoded, noise, processor_of, resize_as_torchvision
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 QWEN = {"model_type": "qwen2_5_vl", "image_token_id": 7, "vision_config": {}}
+PIXTRAL = {"model_type": "llava", "image_token_index": 7, "vision_config": {"model_type": "pixtral", "patch_size": 16}}
+MISTRAL3 = {"model_type": "mistral3", "image_token_index": 7, "spatial_merge_size": 2,
+            "vision_config": {"model_type": "pixtral", "patch_size": 14}}
+GEMMA3 = {"model_type": "gemma3", "image_token_index": 7, "boi_token_index": 8, "eoi_token_index": 9,
+          "mm_tokens_per_image": 4, "vision_config": {"patch_size": 14, "image_size": 112}}
+GEMMA4 = {"model_type": "gemma4", "image_token_id": 7, "boi_token_id": 8, "eoi_token_id": 9, "vision_config": {}}
 
 
 @pytest.fixture(params=[SEED], ids=lambda s: f"seed{s}")
@@ -24,6 +34,7 @@ def rng(request):
 def read(tmp_path):
     """Reads processors, and ends their processes after the test."""
     found = []
+    add_image_tokens(tmp_path)
 
     def read(config, settings):
         found.append(processor_of(tmp_path, config, settings))
@@ -69,6 +80,66 @@ def test_qwen(rng, read, monkeypatch, settings):
         assert each.tokens == each.grid[1] * each.grid[2] // processor.merge ** 2
         assert len(each.patches) == each.grid[1] * each.grid[2]
         assert each.digest == processor.digest(EncodedFile(encoded(image)))
+
+
+def rows_of(pixels, grid, patch, merge):
+    """The rows of an image, float32 [channels, height, width]: blocks in raster order, their patches likewise."""
+    _, down, across = grid
+    order = [(y + j, x + i) for y in range(0, down, merge) for x in range(0, across, merge)
+             for j in range(merge) for i in range(merge)]
+    return np.stack([pixels[:, y * patch:(y + 1) * patch, x * patch:(x + 1) * patch] for y, x in order])
+
+
+@pytest.mark.parametrize("config, settings, merge, patch", [
+    (PIXTRAL, {}, 1, 16), (PIXTRAL, {"size": {"longest_edge": 300}, "resample": 2}, 1, 16),
+    (MISTRAL3, {"size": {"longest_edge": 200}}, 2, 14), (MISTRAL3, {"size": {"height": 100, "width": 300}}, 2, 14),
+])
+def test_pixtral(rng, read, monkeypatch, config, settings, merge, patch):
+    processor = read(config, {**settings, "image_processor_type": "PixtralImageProcessorFast"})
+    resize_as_torchvision(monkeypatch)
+    reference = PixtralImageProcessorPil(**settings)
+    for size in [size for size in SIZES if max(size) < 150 * min(size)]:
+        image = noise(rng, *size)
+        found, = processor.process([EncodedFile(encoded(image))])
+        expected = reference(images=[image], patch_size=patch * merge, return_tensors="np")      # as its caller does
+        height, width = expected["image_sizes"][0]
+        assert found.grid == (1, height // patch, width // patch) and not processor.takes_pixels
+        assert found.tokens * merge ** 2 == len(found.patches)
+        rows = rows_of(expected["pixel_values"][0], found.grid, patch, merge)
+        np.testing.assert_allclose(found.patches, rows.reshape(len(rows), -1), rtol=1e-6, atol=1e-6)
+    with pytest.raises(AllSparkError, match="image 1 of the request has 2000 x 1 pixels, and nothing would be left"):
+        processor.process([EncodedFile(encoded(noise(rng, 2000, 1)))])
+
+
+def test_gemma3(rng, read, monkeypatch):
+    settings = {"size": {"height": 112, "width": 112}, "do_pan_and_scan": None}
+    processor = read(GEMMA3, settings)
+    resize_as_torchvision(monkeypatch)
+    images = [noise(rng, *size) for size in SIZES]
+    found = processor.process([EncodedFile(encoded(image)) for image in images])
+    expected = Gemma3ImageProcessorPil(**settings)(images=images, return_tensors="np")["pixel_values"]
+    for each, pixels in zip(found, expected):
+        rows = rows_of(pixels, (1, 8, 8), 14, 4)
+        assert (each.grid, each.tokens, processor.merge) == ((1, 8, 8), 4, 4)
+        np.testing.assert_allclose(each.patches, rows.reshape(len(rows), -1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"max_soft_tokens": 70}, {"do_normalize": True, "image_mean": [0.5, 0.4, 0.3]}])
+def test_gemma4(rng, read, monkeypatch, settings):
+    processor = read(GEMMA4, settings)
+    resize_as_torchvision(monkeypatch)
+    reference = Gemma4ImageProcessorPil(**settings)
+    for size in [*SIZES, (3000, 5), (5, 3000), (900, 900)]:
+        image = noise(rng, *size)
+        found, = processor.process([EncodedFile(encoded(image))])
+        expected = reference(images=[image], return_tensors="np")
+        places = expected["image_position_ids"][0]
+        known = {tuple(place): row for place, row in zip(places.tolist(), expected["pixel_values"][0]) if place[0] >= 0}
+        width, height = (1 + max(axis) for axis in zip(*known))
+        assert found.grid == (1, height, width) and found.tokens == expected["num_soft_tokens_per_image"][0]
+        pixels = np.array([[known[x, y] for x in range(width)] for y in range(height)])
+        rows = rows_of(pixels.transpose(2, 0, 1), found.grid, 1, 3)
+        np.testing.assert_allclose(found.patches, rows[:, :, 0, 0], rtol=1e-6, atol=1e-6)
 
 
 def test_qwens_limits_of_pixels(rng, read):
@@ -142,3 +213,63 @@ def test_expanding(rng, read):
         with pytest.raises(ValueError) as caught:
             processor.expand(ids, given)
         assert numbers in str(caught.value)
+
+
+# ---- ids in prompts, against the texts that transformers makes and their tokens -------------------------------
+
+
+def expanded(read, rng, tmp_path, config, settings, texts, replacement):
+    """Checks prompts with two images; `replacement`: the text of an image's (rows, columns) of embedding rows."""
+    tokenizer, processor = add_image_tokens(tmp_path), read(config, settings)
+    images = processor.process([EncodedFile(encoded(noise(rng, *size))) for size in [(90, 120), (200, 60)]])
+    named = tokenizer.id_to_token(processor.placeholder)
+    for text in texts:
+        parts = text.split("<image>")
+        whole = parts[0]
+        for part, image in zip(parts[1:], images):
+            whole += replacement(*(length // processor.merge for length in image.grid[1:])) + part
+        bare = tokenizer.encode(text.replace("<image>", named)).ids
+        ids = tokenizer.encode(whole).ids
+        given = images[:len(parts) - 1]
+        assert processor.expand(bare, given) == ids == processor.expand(ids, given)
+        assert ids.count(processor.token) == sum(image.tokens for image in given)
+    swapped = [images[::-1]] if images[0].tokens != images[1].tokens else []
+    for given in (images[:1], images * 2, *swapped):
+        with pytest.raises(ValueError, match=f"request {len(given)} images"):
+            processor.expand(processor.expand(bare, images), given)
+    return processor, images
+
+
+TEXTS = ["", "a", "<image>", "a<image>b<image>", "<image><image>", "\n<image>\n\nb\n<image>\n",
+         "\n\n\n<image>\n<image>", "\n\n\na\n\n\n\n<image>a\n\n\n\n<image>" + "\n" * 9]
+
+
+@pytest.mark.parametrize("config", [PIXTRAL, MISTRAL3])
+def test_rows_of_pixtral(rng, read, tmp_path, config):
+    def replacement(rows, columns):
+        return "[IMG_BREAK]".join(["[IMG]" * columns] * rows) + "[IMG_END]"
+
+    expanded(read, rng, tmp_path, config, {}, TEXTS, replacement)
+
+
+def test_begin_and_end_of_gemma4(rng, read, tmp_path):
+    expanded(read, rng, tmp_path, GEMMA4, {}, TEXTS, lambda rows, columns: "[8]" + "[IMG]" * rows * columns + "[9]")
+
+
+def test_empty_lines_of_gemma3(rng, read, tmp_path):
+    """The tokenizer has tokens of up to 5 newlines, into which the empty lines around an image may go."""
+    settings = {"size": {"height": 112, "width": 112}}
+    processor, images = expanded(read, rng, tmp_path, GEMMA3, settings, TEXTS,
+                                 lambda rows, columns: "\n\n[8]" + "[IMG]" * rows * columns + "[9]\n\n")
+    newline = processor.newlines[0]
+    kept = processor.expand([newline, newline, 1, 8, 2, newline, newline], images[:1])      # ids that a caller made
+    assert kept[:2] == kept[-2:] == [newline, newline] and kept[3] == processor.newlines[1]
+    with pytest.raises(ValueError, match=r"0 image placeholders \(id 8\) and the request 1 images"):
+        processor.expand([1, 7], images[:1])
+
+
+def test_tokenizers_without_the_tokens(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    for config, name in ((PIXTRAL, "IMG_BREAK"), (GEMMA3, "\\\\n")):
+        with pytest.raises(AllSparkError, match=rf"has no token '\[?{name}\]?'"):
+            processor_of(tmp_path, config, {"size": {"height": 112, "width": 112}})

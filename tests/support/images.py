@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from allspark_server.images import ImageProcessor, read_processor
 
@@ -54,3 +55,16 @@ def resize_as_torchvision(monkeypatch) -> None:
         return resize(resize(image, (size[0], image.height), resample), size, resample)
 
     monkeypatch.setattr(Image.Image, "resize", across_first)
+
+
+def add_image_tokens(directory) -> Tokenizer:
+    """Writes a tokenizer of bytes, with ids 7, 8 and 9 for the tokens of images, and tokens of up to 5 newlines."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = {"[IMG]": 7, "[8]": 8, "[9]": 9, "[IMG_BREAK]": 10, "[IMG_END]": 11}
+    others = (i for i in range(len(alphabet) + len(special)) if i not in special.values())
+    tokenizer = Tokenizer(models.BPE({**special, **dict(zip(alphabet, others))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken("\n" * length, normalized=False) for length in range(1, 6)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer
