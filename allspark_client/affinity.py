@@ -4,12 +4,14 @@ servers and administrators also of the prompts of other clients.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from .images import images_in
 from .request import RequestSpec
 
 #: length in tokens of the shortest prefix that is remembered; each further length is twice the one before
@@ -34,15 +36,17 @@ def beginnings(spec: RequestSpec) -> list[Beginning]:
 def _parts(spec: RequestSpec) -> Iterator[tuple[bytes, int]]:
     """A prompt's parts, each with the number of tokens up to its end."""
     if spec.messages is not None:       # the next turn of a chat extends the last one
-        characters = 0
+        characters, images = 0, iter(spec.images)
         for message in spec.messages:
             part = json.dumps(message, sort_keys=True).encode()
             characters += len(part)
-            yield part, characters // _CHARACTERS_PER_TOKEN
+            seen = b"".join(image.digest for image in itertools.islice(images, images_in(message)))
+            yield part + seen, characters // _CHARACTERS_PER_TOKEN
         return
     ids = spec.input_ids
     data = array("i", ids).tobytes() if ids is not None else (spec.text or "").encode()
     width = 4 if ids is not None else _CHARACTERS_PER_TOKEN
+    yield b"".join(image.digest for image in spec.images), 0
     begin, size = 0, _FIRST_TOKENS
     while size * width <= len(data):
         yield data[begin:size * width], size

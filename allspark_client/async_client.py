@@ -14,6 +14,7 @@ from .config import ASGenerationConfigBuilder, GenerateConfig
 from .engine import check_handle, ids_of_text, request_spec
 from .errors import AsStatus, NotLoaded, closed_engine
 from .generation import AsyncGeneration
+from .images import may_have_images
 from .live_request import LiveRequest
 from .metrics import member_metrics
 from .queue import ResultQueue
@@ -98,7 +99,9 @@ class AsyncClientEngine:
     async def start_request(self, model_name: str, inputs: dict[str, Any], generate_config: Config = None, *,
                             want_text: bool | None = None) -> tuple[AsStatus, int, ResultQueue]:
         """As AbstractEngine.start_request. If the call is cancelled, so is the request."""
-        return await self._start(request_spec(model_name, inputs, generate_config, want_text))
+        make = functools.partial(request_spec, model_name, inputs, generate_config, want_text)
+        # Reading and encoding images takes long.
+        return await self._start(await asyncio.to_thread(make) if may_have_images(inputs) else make())
 
     async def start_request_ids(self, model_name: str, model: Any, input_ids: Any,
                                 generate_config_builder: Config = None) -> tuple[AsStatus, int, ResultQueue]:
@@ -113,7 +116,11 @@ class AsyncClientEngine:
 
     def generate(self, model_name: str, inputs: dict[str, Any], generate_config: Config = None, *,
                  want_text: bool | None = None) -> AsyncGeneration:
-        """As AbstractEngine.generate, with `async with` and `async for`."""
+        """As AbstractEngine.generate, with `async with` and `async for`.
+
+        Images are read and encoded in this call, which takes longer than a tick of an event loop for large ones;
+        start_request does that on a thread.
+        """
         return AsyncGeneration(self, request_spec(model_name, inputs, generate_config, want_text))
 
     async def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:

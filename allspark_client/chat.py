@@ -118,9 +118,10 @@ def _check_choice(choice: Any, names: list[str]) -> None:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A copy of messages in OpenAI's form; raises ValueError or TypeError naming the wrong field.
+    """A copy of messages in OpenAI's form; images are parts {"type": "image"}, which images.take_images makes.
 
-    Unknown fields and roles are kept, since chat templates may use more than OpenAI's.
+    Raises ValueError or TypeError naming the wrong field. Unknown fields and roles are kept, since chat templates may
+    use more than OpenAI's.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"messages must be a list of {{'role': …, 'content': …}}, not {type(messages).__name__}")
@@ -149,8 +150,14 @@ def _check_content(name: str, content: Any) -> None:
     for j, part in enumerate(content):
         if not isinstance(part, dict):
             raise TypeError(f"{name}[{j}] must be a dict such as {{'type': 'text', 'text': …}}, not {part!r:.80}")
-        if part.get("type") not in ("text", "refusal"):
-            raise ValueError(f"{name}[{j}].type={part.get('type')!r} is not offered; allowed: 'text', 'refusal'")
+        if part.get("type") not in ("text", "refusal", "image"):
+            raise ValueError(f"{name}[{j}].type={part.get('type')!r:.80} is not offered; allowed: 'text', 'refusal', "
+                             "'image'")
+        if part["type"] == "image":
+            if len(part) > 1:
+                raise ValueError(f"{name}[{j}] must be {{'type': 'image'}}: the image itself is in the request's "
+                                 "'images'")
+            continue
         if not isinstance(part.get(part["type"]), str):
             raise TypeError(f"{name}[{j}].{part['type']} must be a str, not {part.get(part['type'])!r:.80}")
 

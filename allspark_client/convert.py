@@ -13,14 +13,15 @@ from ._proto import allspark_pb2 as pb
 from .chat import ChatOptions, check_messages
 from .config import AsModelConfig, GenerateConfig
 from .errors import AllSparkError, AsStatus, Draining, NotLoaded
+from .images import Image, check_count, named
 from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
 #: The versions of allspark.proto that this code speaks. PROTOCOL is increased when an older peer would misunderstand a
 #: message; versions before it stay supported, so that clients and servers can be upgraded one after the other.
-OLDEST_PROTOCOL, PROTOCOL = 1, 3
-#: the first version with SessionResponse.tokens
-TOKENS_PROTOCOL = 3
+OLDEST_PROTOCOL, PROTOCOL = 1, 4
+#: the first versions with SessionResponse.tokens, and with GenerateRequest.images
+TOKENS_PROTOCOL, IMAGES_PROTOCOL = 3, 4
 #: trailing metadata key of a refused call, holding a serialized Error
 ERROR_KEY = "allspark-error-bin"
 #: longest error text on the wire: metadata is limited to tens of kB
@@ -186,7 +187,9 @@ def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
                                  want_text=spec.want_text, tenant=spec.tenant, resumed=spec.resumed,
                                  deaths=spec.deaths, adapter=spec.adapter, trace=spec.trace,
-                                 samples=[pb.TokenIds(ids=ids) for ids in spec.samples])
+                                 samples=[pb.TokenIds(ids=ids) for ids in spec.samples],
+                                 images=[pb.Image(content=image.content, min_pixels=image.min_pixels,
+                                                  max_pixels=image.max_pixels) for image in spec.images])
     if spec.input_ids is not None:
         message.input_ids.ids.extend(spec.input_ids)
     elif spec.text is not None:
@@ -238,6 +241,8 @@ def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
                        generated=list(message.generated), want_text=message.want_text, tenant=message.tenant,
                        samples=[list(sample.ids) for sample in message.samples], resumed=message.resumed,
                        deaths=message.deaths, adapter=message.adapter, trace="")
+    spec.images = [named(f"images[{i}]", Image, one.content, one.min_pixels, one.max_pixels)
+                   for i, one in enumerate(message.images)]
     spec.check_tenant()
     spec.trust_trace(message.trace)
     kind = message.WhichOneof("prompt")
@@ -254,6 +259,7 @@ def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
         spec.messages = check_messages([
             _from_json(f"messages[{i}]", m.json) if m.json else {"role": m.role, "content": m.content}
             for i, m in enumerate(message.chat.messages)])
+        check_count(spec.messages, spec.images)
         spec.want_text = True
     else:
         raise ValueError("the request has no prompt; set one of input_ids, text and chat")

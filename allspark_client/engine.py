@@ -15,8 +15,9 @@ from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .errors import AsStatus, nearest_name
 from .fields import valid_unicode
 from .generation import Generation
+from .images import take_images, take_list
 from .queue import ResultQueue
-from .request import RequestSpec
+from .request import LARGE, RequestSpec
 from .tokens import as_token_ids
 from .types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
@@ -115,6 +116,13 @@ class AbstractEngine(ABC):
                   calls, which the checkpoint's chat template renders. The dict may also have the fields of ChatOptions:
                   "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "chat_template" and
                   "chat_format". The package allspark_server.chat takes tool calls and reasoning out of an answer.
+
+                For models that see (ModelInfo.sees_images), parts of messages may be images: {"type": "image_url",
+                "image_url": {"url": X, "detail": …}} or {"type": "image", "image": X}, where X is a data URL, or in the
+                second form also the bytes of an encoded file (PNG, JPEG, WebP, GIF), a pathlib.Path, which this process
+                reads, a PIL image, or a uint8 array of shape [height, width, 3]. "min_pixels" and "max_pixels" of a
+                part bound the size that the model sees. "images": [X, …] beside the prompt has the images of parts
+                {"type": "image"} alone, or of the placeholders in text and ids, in order.
             generate_config: how to generate; None: GenerateConfig's defaults.
             want_text: whether elements carry text besides token ids; None: only if the prompt is not ids.
 
@@ -403,7 +411,8 @@ def _prompt(model_name: str, inputs: Any) -> RequestSpec:
     spec = RequestSpec(model=model_name)
     if not isinstance(inputs, dict):
         raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
-    known = (*_INPUTS, *(_CHAT if "messages" in inputs else ()), *(("text_pair",) if "text" in inputs else ()))
+    more = _CHAT if "messages" in inputs else ("text_pair",) if "text" in inputs else ()
+    known = (*_INPUTS, "images", *more)
     for key in inputs:
         if key not in known:
             raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(known)}{nearest_name(key, known)}")
@@ -417,10 +426,14 @@ def _prompt(model_name: str, inputs: Any) -> RequestSpec:
         if (pair := inputs.get("text_pair")) is not None:
             spec.text_pair = _text(pair, "text_pair") if pair != "" else ""
     else:
-        spec.messages, spec.want_text = check_messages(inputs["messages"]), True
+        messages, spec.images = take_images(inputs["messages"], inputs.get("images"))
+        spec.messages, spec.want_text = check_messages(messages), True
         options = {key: inputs[key] for key in _CHAT if inputs.get(key) is not None}
         if options:
             spec.chat = ChatOptions(**options).check()
+    if spec.messages is None:
+        spec.images = take_list(inputs.get("images"))
+    spec.large = sum(len(image.content) for image in spec.images) > LARGE
     return spec
 
 

@@ -9,8 +9,11 @@ from typing import Any
 from .chat import ChatOptions
 from .config import GenerateConfig
 from .fields import valid_unicode
+from .images import Image
 
 MAX_TENANT_BYTES = 256
+#: bytes of a request's parts from which on making its message takes long
+LARGE = 1 << 20
 _TRACE_LENGTH = 55      # of a traceparent of version 00
 
 
@@ -56,6 +59,9 @@ class RequestSpec:
     text_pair: str | None = None
     #: a chat, [{"role": "user", "content": "…"}, …], which the checkpoint's chat template renders
     messages: list[dict[str, Any]] | None = None
+    #: images of the prompt in the order of its placeholders: the parts {"type": "image"} of messages, or what the
+    #: model has for them in text and ids. They stay when the prompt becomes ids, which hold all tokens of each image
+    images: list[Image] = field(default_factory=list)
     #: options of messages, also once they are tokenized; None: a plain chat, or no chat
     chat: ChatOptions | None = None
     config: GenerateConfig = field(default_factory=GenerateConfig)

@@ -99,7 +99,7 @@ class Session:
         message.ticket = request.ticket
         request.generated_at_start, request.begun = request.generated, False
         request.answered.clear()
-        request.refusal = self._too_large(message)
+        request.refusal = self._knows_no_images(message) or self._too_large(message)
         if request.refusal is not None:
             request.answered.set()
             return
@@ -127,6 +127,14 @@ class Session:
                     raise Unavailable(self.address, f"no answer to a request within {ANSWER_SECONDS:g} s")
         if request.refusal is not None:
             raise request.refusal
+
+    def _knows_no_images(self, message: pb.GenerateRequest) -> AllSparkError | None:
+        """The error of a message with images for an older server, which would answer as if there were none."""
+        if not message.images or self.info is None or self.info.protocol >= convert.IMAGES_PROTOCOL:
+            return None
+        return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                             f"images: the server at {self.address} (version {self.info.version}) takes none; upgrade "
+                             "it")
 
     def _too_large(self, message: pb.GenerateRequest) -> AllSparkError | None:
         """The error of a message that is larger than the server accepts: sending it would end the whole stream."""

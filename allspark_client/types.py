@@ -295,6 +295,7 @@ class ModelInfo:
     #: layers of the draft head: draft i of a step comes from layer i, further ones from the last; 0: there is no head
     draft_layers: int = 0
     reasoning: bool = False             #: whether requests may limit reasoning (thinking_token_budget)
+    sees_images: bool = False           #: whether requests may have images
     #: values of GenerateConfig that the checkpoint's generation_config.json recommends. The HTTP server applies them;
     #: engines do not
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

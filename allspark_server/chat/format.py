@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.chat import ChatOptions
+from allspark_client.images import images_in
 
 from .parser import OutputParser
 
@@ -317,6 +318,8 @@ def _shown(message: Message, takes_parts: bool, joins_arguments: bool) -> Messag
     """
     shown = dict(message)
     if isinstance(shown.get("content"), list) and not takes_parts:
+        if images_in(shown):
+            raise ValueError(f"messages: the chat template takes no images in a message of the role {shown['role']!r}")
         shown["content"] = "\n".join(part[part["type"]] for part in shown["content"])
     if shown.get("tool_calls"):
         calls = []

@@ -128,7 +128,8 @@ class Handover:
         if model.info.state_spans:
             positions = positions // max(size, STATE_STEP) * max(size, STATE_STEP)
         keys = sequence.keys[:positions // size]
-        if spec.deaths or sequence.outputs_every_row or not keys or positions < self._tokens:
+        # An image's rows would have to be computed here and there.
+        if spec.deaths or spec.images or sequence.outputs_every_row or not keys or positions < self._tokens:
             return None
         if model.records is None:
             if model.name not in self._unable:

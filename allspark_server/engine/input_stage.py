@@ -109,6 +109,9 @@ class InputStage:
         given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
         if len(given) != 1:
             raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
+        if spec.images and not self._info.sees_images:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                                f"images: model {self._info.name!r} ({self._info.architecture}) takes no images")
         if spec.input_ids is not None:
             return spec.input_ids
         tokenizer, text = self._need_tokenizer(), spec.text or ""

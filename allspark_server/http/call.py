@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from allspark_client.request import RequestSpec
+from allspark_client.request import LARGE, RequestSpec
 from allspark_client.types import ModelInfo
 from allspark_server.access import Client, Role
 from allspark_server.logs import log_http_request
@@ -43,8 +43,8 @@ UNREAD_SECONDS, UNREAD_TOKENS = 60.0, 1 << 16
 _LOOK_SECONDS = 1.0
 #: pause between two looks for a group, s
 _GROUP_SECONDS = 0.2
-#: bytes of a body whose request is large, and characters of a piece of an answer
-_LARGE, PIECE = 1 << 20, 1 << 16
+#: characters of a piece of an answer
+PIECE = 1 << 16
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
                  (b"x-accel-buffering", b"no")]
@@ -202,7 +202,7 @@ class Call:
             spec.tenant = self.tenant
         spec.config.user_request_id = self.request_id
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
-        spec.large = self.body_size > _LARGE
+        spec.large = spec.large or self.body_size > LARGE
         answer = self.pool.generate(spec, self._wait_for_a_group if self.worker.wait_limit else None)
         self._answers.append(answer)
         return answer

@@ -99,16 +99,16 @@ def test_a_server_negotiates(monkeypatch):
     with serving() as (_, address):
         assert greet(address, protocol=1).protocol == 1                             # of the last version
         assert greet(address, protocol=1, newest_protocol=2).protocol == 2
-        info = greet(address, protocol=2, newest_protocol=4)                        # of the next version
-        assert (info.protocol, info.oldest_protocol) == (3, 1)
-        newer = r"speaks versions 4 to 5 of the protocol, this server \(.*\) speaks versions 1 to 3: upgrade this s"
-        for versions, text in (({"protocol": 4, "newest_protocol": 5}, newer), ({"protocol": 7}, "speaks version 7 of"),
+        info = greet(address, protocol=2, newest_protocol=5)                        # of the next version
+        assert (info.protocol, info.oldest_protocol) == (4, 1)
+        newer = r"speaks versions 5 to 6 of the protocol, this server \(.*\) speaks versions 1 to 4: upgrade this s"
+        for versions, text in (({"protocol": 5, "newest_protocol": 6}, newer), ({"protocol": 7}, "speaks version 7 of"),
                                ({}, "speaks version 0 .*: upgrade the client")):
             with pytest.raises(grpc.RpcError) as caught:
                 greet(address, **versions)
             assert caught.match("the client .'c'. " + text)
         monkeypatch.setattr(convert, "OLDEST_PROTOCOL", 3)
-        with pytest.raises(grpc.RpcError, match=r"version 1 .* speaks version 3: upgrade the client .'c'"):
+        with pytest.raises(grpc.RpcError, match=r"version 1 .* speaks versions 3 to 4: upgrade the client .'c'"):
             greet(address, protocol=1)
 
 
@@ -152,8 +152,8 @@ def test_each_version_gets_tokens_in_its_own_form(newest):
 
 
 @pytest.mark.parametrize("versions,text", [
-    ({"protocol": 5, "oldest_protocol": 4}, r"\(version 9.9\) speaks versions 4 to 5 of the protocol, this client "
-                                            r"\(allspark_client .*\) speaks versions 1 to 3: upgrade this client"),
+    ({"protocol": 6, "oldest_protocol": 5}, r"\(version 9.9\) speaks versions 5 to 6 of the protocol, this client "
+                                            r"\(allspark_client .*\) speaks versions 1 to 4: upgrade this client"),
     ({"protocol": 0}, "version 0 .*: upgrade the server")])
 def test_a_client_refuses_a_server_without_a_common_version(versions, text, tmp_path):
     info = pb.SessionResponse(info=pb.ServerInfo(version="9.9", **versions)).SerializeToString()

@@ -48,7 +48,7 @@ class _Tokenizer:
         return None
 
     def source(self, tools: bool) -> str:
-        return ""
+        return "{% for part in message.content %}" if self._engine.sees_images else ""
 
     def render(self, messages, tools) -> str:
         return str(messages)
@@ -70,9 +70,9 @@ class FakeEngine(Engine):
     """An engine whose model "m" is started. A step takes `interval` seconds; the samples of a request differ."""
 
     def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = "",
-                 group: FakeGroup | None = None):
+                 group: FakeGroup | None = None, sees_images: bool = False):
         super().__init__(group=group or FakeGroup(delay=interval, token=token_after, samples_differ=True))
-        self._fingerprint, self.padding = fingerprint, padding
+        self._fingerprint, self.padding, self.sees_images = fingerprint, padding, sees_images
         self.text_offset = 0  # added to every id, so that a restarted engine tokenizes a text differently
         self.submitted: list = []  # specs
         self.submit_seconds = 0.0
@@ -131,6 +131,7 @@ class FakeEngine(Engine):
 
     def _publish(self, config, model) -> None:
         model.fingerprint, model.input.tokenizer = self._fingerprint, _Tokenizer(self)
+        model.info.sees_images = self.sees_images
         super()._publish(config, model)
 
 
