@@ -11,6 +11,10 @@ A plan is a sequence of little-endian 32-bit words. Floats are stored as their b
 
 Kinds of sections that the CPU backend knows:
 
+    ROWS      slot, position, n, width, then n x width floats: rows that the program takes as they are for positions
+              [position, position + n), which the step computes: embeddings of an image, or patches of one
+    POSITIONS slot, n, delta, then n x { time, height, width }: the rotary positions of a new slot's first n positions;
+              those of position p behind them are p + delta
     COPIES    n_saved, then copies { span, span of the host cache, 4 words of the key }. The first n_saved copies save
               spans to the host cache; the others restore spans from it. They are made in this order before any row is
               computed. Targets of saves must differ from each other, and so must targets of restores. A key identifies
@@ -18,6 +22,9 @@ Kinds of sections that the CPU backend knows:
     STATES    n_saved, n_spans, then copies of recurrent states { slot, position, n_spans x span }. The first n_saved
               copies save slots' states to spans, before the slots are given to others; the rest load them from spans.
               They are made in this order, after COPIES and before any row is computed
+    SEGMENTS  slot, then ends: where the segments of a new slot's positions end, for attention within segments
+    PART      part, parts: only this part of the step's ops is run. The plans of the parts behind the first one have no
+              more than this section, and no other step of the model comes between them
 
 The ranks' native code reads this form. `StepPlan` is the form that tests and tools make and read.
 """
@@ -38,7 +45,7 @@ MAX_STEP_PROBES = 32
 
 MAGIC = 0x41535032
 
-COPIES, STATES = 3, 4  # kinds of sections
+ROWS, POSITIONS, COPIES, STATES, SEGMENTS, PART = 1, 2, 3, 4, 5, 6  # kinds of sections
 
 _DO_SAMPLE, _LOGPROBS, _SUPPRESS, _EXTENDED = 1, 2, 4, 8
 _SAMPLING = struct.Struct("<ififfffiiiIIiiii")
@@ -289,9 +296,10 @@ class StepPlan:
 
 
 def encode_plan(
-    free: Sequence[int], new: Sequence[NewSlot], work: WorkTable, sections: Sequence[tuple[int, Sequence[int]]] = ()
+    free: Sequence[int], new: Sequence[NewSlot], work: WorkTable,
+    sections: Sequence[tuple[int, Sequence[int] | np.ndarray]] = ()
 ) -> bytes:
-    """The wire form of a plan whose work items are arrays."""
+    """The wire form of a plan whose work items are arrays. Sections may be arrays of 32-bit integers, too."""
     groups = len(work.columns) - _COLUMNS
     parts = [_HEADER.pack(MAGIC, len(free), len(new), work.columns.shape[1], groups, len(sections)), _ids(free)]
     for one in new:
@@ -302,7 +310,18 @@ def encode_plan(
     return b"".join(parts)
 
 
-def _ids(values: Sequence[int]) -> bytes:
+def rows_section(slot: int, position: int, rows: np.ndarray) -> tuple[int, np.ndarray]:
+    """A section that gives rows, float32 [n, width], for a slot's positions from `position` on."""
+    head = np.array([slot, position, *rows.shape], np.int32)
+    return ROWS, np.concatenate([head, np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.int32)])
+
+
+def positions_section(slot: int, places: np.ndarray, delta: int) -> tuple[int, np.ndarray]:
+    """A section with the rotary positions, int32 [n, 3], of a slot's first n positions."""
+    return POSITIONS, np.concatenate([np.array([slot, len(places), delta], np.int32), places.reshape(-1)])
+
+
+def _ids(values: Sequence[int] | np.ndarray) -> bytes:
     if isinstance(values, np.ndarray):
         return values.astype("<i4", copy=False).tobytes()
     return struct.pack(f"<{len(values)}i", *values)

@@ -1,6 +1,7 @@
 // The rows of one step, in the form that backends take. Slots makes them from a step plan.
 #pragma once
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include "batch/lookup.h"
@@ -16,10 +17,18 @@ struct Slot {
   std::vector<int32_t> history;             // during a step also the drafts that it verifies
   std::vector<std::vector<int32_t>> spans;  // by cache group: the sequence's span table
   Lookup lookup;
-  int begun = 0;    // length of the history when the sequence entered
-  int first = 0;    // positions that were in the cache when it entered
-  int cached = 0;   // positions whose keys and values are in the cache
+  std::vector<int32_t> parts;     // rotary positions (time, height, width) of the first positions
+  int delta = 0;                  // how far those of later ones are ahead of the position
+  std::vector<int32_t> segments;  // where they end, for attention within segments
+  int begun = 0;                  // length of the history when the sequence entered
+  int first = 0;                  // positions that were in the cache when it entered
+  int cached = 0;                 // positions whose keys and values are in the cache
   int drafted = 0;  // positions in the cache of the draft model, which may include drafts, or of the draft head
+
+  // A part of a position's rotary position: 0 for time, 1 for height, 2 for width.
+  int rotary_position(int position, int part) const {
+    return 3 * (size_t)position < parts.size() ? parts[3 * (size_t)position + part] : position + delta;
+  }
 };
 
 // A placeholder for an id that is not known yet: the token that the previous step samples from its output `output`.
@@ -68,9 +77,12 @@ struct Batch {
   // If there is a draft head: the place where each row's hidden state is kept, -1: nowhere; in the head's own batches
   // also the place of the state that each row takes (batch/draft_head.h).
   std::vector<int> keeps, takes;
+  // Of each row, the row that the plan gives for it; null if it gives none. Empty if it gives no rows at all.
+  std::vector<const float*> given;
   const std::vector<Slot>* slots = nullptr;
 
   const Slot& slot(int index) const { return (*slots)[index]; }
+  const float* given_row(int row) const { return given.empty() ? nullptr : given[row]; }
   // Whether there is nothing to do.
   bool empty() const { return rows.empty() && saved_states.empty() && loaded_states.empty(); }
 };
@@ -100,6 +112,11 @@ class Runner {
  public:
   virtual ~Runner() = default;
   virtual RunOutput run(const Batch& batch, bool want_logits) = 0;
+  // Runs part `part` of `parts` of the ops, the parts of a batch in order and with no other batch in between. The last
+  // one has the results. The bits are those of run().
+  virtual RunOutput run_part(const Batch&, int, int) {
+    throw std::invalid_argument("this backend does not run a step's ops in parts");
+  }
 };
 
 }  // namespace as

@@ -6,6 +6,8 @@ namespace as {
 
 StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   const Plan plan = Plan::parse(bytes, slots_.groups());
+  if (plan.parts > 1) return step_part(plan);
+  next_part_ = 0;
   slots_.check(plan, drafter_ != nullptr);
   slots_.begin(plan);
   StepOutput output;
@@ -23,6 +25,25 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   output = output_of(batch, result, slots_.accept(batch, result.samples));
   output.copy_seconds = copy_seconds;
   return output;
+}
+
+StepOutput Decoder::step_part(const Plan& plan) {
+  if (drafter_) throw std::invalid_argument("step plan: a step with drafts does not run in parts");
+  if (plan.part && (plan.part != next_part_ || plan.parts != parts_))
+    throw std::invalid_argument(
+        "step plan: part " + std::to_string(plan.part) + " of " + std::to_string(plan.parts) + ", expected " +
+        (next_part_ ? "part " + std::to_string(next_part_) + " of " + std::to_string(parts_) : "a first part"));
+  next_part_ = 0;
+  if (!plan.part) {
+    slots_.check(plan, false);
+    slots_.begin(plan);
+    batch_ = &slots_.batch();
+  }
+  RunOutput result = runner_.run_part(*batch_, plan.part, plan.parts);
+  parts_ = plan.parts, next_part_ = plan.part + 1;
+  if (next_part_ < parts_) return {};
+  next_part_ = 0;
+  return output_of(*batch_, result, slots_.accept(*batch_, result.samples));
 }
 
 StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Slots::Accepted>& accepted) {

@@ -58,10 +58,15 @@ class Decoder {
   void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
 
  private:
+  StepOutput step_part(const Plan& plan);
+
   Runner& runner_;
   SpanStore* store_;
   Slots slots_;
   const std::unique_ptr<Drafter> drafter_;
+  // Of a step that runs in parts: its batch, how many parts it has, and the next one; 0: none is under way.
+  const Batch* batch_ = nullptr;
+  int parts_ = 0, next_part_ = 0;
 };
 
 }  // namespace as

@@ -52,6 +52,21 @@ bool Model::needs_whole_sequences() const {
                      [](const OpNode& op) { return op.is(Op::span_attention) && op.flag("bidirectional"); });
 }
 
+int Model::merged_rows() const {
+  for (const OpNode& op : program_.ops())
+    if (op.is(Op::merge_rows)) return op.integer("count");
+  return 0;
+}
+
+int Model::given_width() const {
+  int width = 0;
+  for (const OpNode& op : program_.ops()) {
+    if (op.is(Op::given_rows) || op.is(Op::embedding)) width = std::max(width, program_.out(op).width);
+    if (op.is(Op::add_given)) width = std::max(width, op.integer("offset") + program_.in(op).width);
+  }
+  return width;
+}
+
 bool Model::is_draft_head() const {
   return std::any_of(program_.ops().begin(), program_.ops().end(),
                      [](const OpNode& op) { return op.is(Op::kept_hidden); });

@@ -6,8 +6,9 @@
 namespace as {
 namespace {
 
-constexpr int32_t kMagic = 0x41535032;       // "ASP2"
-constexpr int32_t kCopies = 3, kStates = 4;  // a section's type
+constexpr int32_t kMagic = 0x41535032;  // "ASP2"
+// A section's type.
+enum Section : int32_t { kRows = 1, kPositions = 2, kCopies = 3, kStates = 4, kSegments = 5, kPart = 6 };
 
 struct Reader {
   const int32_t* p;
@@ -60,6 +61,62 @@ void parse_states(Reader in, Plan& plan) {
   }
 }
 
+// A section of given rows: slot, position, rows, width, then the rows.
+void parse_rows(Reader in, Plan& plan) {
+  GivenRows given{in.next(), in.next(), in.next(), in.next(), {}};
+  const int64_t words = in.end - in.p;
+  if (given.rows < 1 || given.width < 1 || (int64_t)given.rows * given.width != words)
+    throw std::invalid_argument("step plan: " + std::to_string(given.rows) + " given rows of " +
+                                std::to_string(given.width) + " values in " + std::to_string(words) + " words");
+  given.values.resize(words);
+  std::memcpy(given.values.data(), in.p, words * sizeof(float));
+  plan.given.push_back(std::move(given));
+}
+
+// A section of rotary positions: slot, positions, delta, then three parts of each.
+void parse_positions(Reader in, Plan& plan) {
+  const int32_t slot = in.next(), count = in.next(), delta = in.next();
+  if (count < 1 || 3 * (int64_t)count != in.end - in.p)
+    throw std::invalid_argument("step plan: " + std::to_string(count) + " rotary positions in " +
+                                std::to_string(in.end - in.p) + " words");
+  plan.positions.push_back({slot, delta, in.list(3 * count)});
+}
+
+// A section of segments: slot, then where each ends.
+void parse_segments(Reader in, Plan& plan) {
+  const int32_t slot = in.next();
+  plan.segments.push_back({slot, in.list((int32_t)(in.end - in.p))});
+}
+
+// A section that says which part of the step's ops is run: its number, and that of the parts.
+void parse_part(Reader in, Plan& plan) {
+  plan.part = in.next(), plan.parts = in.next();
+  if (plan.part < 0 || plan.part >= plan.parts || in.p != in.end)
+    throw std::invalid_argument("step plan: part " + std::to_string(plan.part) + " of " + std::to_string(plan.parts));
+  if (plan.part && !(plan.free.empty() && plan.fresh.empty() && plan.work.empty()))
+    throw std::invalid_argument("step plan: part " + std::to_string(plan.part) + " of a step has work of its own");
+}
+
+void parse_section(int32_t kind, Reader in, Plan& plan) {
+  switch (kind) {
+    case kRows:
+      return parse_rows(in, plan);
+    case kPositions:
+      return parse_positions(in, plan);
+    case kCopies:
+      return parse_copies(in, plan);
+    case kStates:
+      return parse_states(in, plan);
+    case kSegments:
+      return parse_segments(in, plan);
+    case kPart:
+      return parse_part(in, plan);
+    default:
+      throw std::invalid_argument("step plan: a section of kind " + std::to_string(kind) +
+                                  ", which this version does not have");
+  }
+}
+
 }  // namespace
 
 Plan Plan::parse(const std::string& bytes, int groups) {
@@ -99,10 +156,7 @@ Plan Plan::parse(const std::string& bytes, int groups) {
     for (int32_t i = 0; i < n_work; i++) plan.work[i].spans.push_back(in.list(n_spans[g][i]));
   for (int32_t i = 0; i < n_sections; i++) {
     const int32_t kind = in.next(), n_words = in.count("words of a section");
-    if (kind != kCopies && kind != kStates)
-      throw std::invalid_argument("step plan: a section of kind " + std::to_string(kind) +
-                                  ", which this backend does not have");
-    (kind == kCopies ? parse_copies : parse_states)({in.p, in.p + n_words}, plan);
+    parse_section(kind, {in.p, in.p + n_words}, plan);
     in.p += n_words;
   }
   if (in.p != in.end) throw std::invalid_argument("step plan: words left over at the end");

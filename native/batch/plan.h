@@ -56,6 +56,25 @@ struct StateCopy {
   std::vector<int32_t> spans;
 };
 
+// Rows that a program takes as they are for positions [position, position + rows) of a slot: embeddings of an image, or
+// the patches of one.
+struct GivenRows {
+  int32_t slot, position, rows, width;
+  std::vector<float> values;  // [rows, width]
+};
+
+// The rotary positions (time, height, width) of a slot's first positions. Those of later ones are the position + delta.
+struct RotaryPositions {
+  int32_t slot, delta;
+  std::vector<int32_t> parts;  // [positions, 3]
+};
+
+// Where the segments of a slot's rows end, for attention within segments. The last one ends with the sequence.
+struct Segments {
+  int32_t slot;
+  std::vector<int32_t> ends;
+};
+
 struct Plan {
   std::vector<int32_t> free;
   std::vector<NewSequence> fresh;
@@ -63,6 +82,11 @@ struct Plan {
   // Copied before the rows are computed, in this order.
   std::vector<SpanCopy> saved, restored;
   std::vector<StateCopy> saved_states, loaded_states;
+  std::vector<GivenRows> given;
+  std::vector<RotaryPositions> positions;
+  std::vector<Segments> segments;
+  // Part `part` of `parts` of the step's ops is run. The parts after the first one have no work of their own.
+  int part = 0, parts = 1;
 
   // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups.
   static Plan parse(const std::string& bytes, int groups);

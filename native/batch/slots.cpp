@@ -60,6 +60,56 @@ void Slots::check_spans(const Work& work, Outlook& slot) const {
   }
 }
 
+// Checks the rows and positions that the plan gives, against the slots as they are before its work.
+void Slots::check_given(const Plan& plan) const {
+  auto refuse = [](int slot, const std::string& what) {
+    throw std::invalid_argument("step plan: slot " + std::to_string(slot) + " " + what);
+  };
+  const auto enters = [&](int slot) {
+    return std::any_of(plan.fresh.begin(), plan.fresh.end(), [&](const NewSequence& s) { return s.slot == slot; });
+  };
+  for (const GivenRows& given : plan.given) {
+    if (given.width != limits_.given_width)
+      refuse(given.slot, "is given rows of " + std::to_string(given.width) + " values, this program takes rows of " +
+                             std::to_string(limits_.given_width));
+    const auto work =
+        std::find_if(plan.work.begin(), plan.work.end(), [&](const Work& w) { return w.slot == given.slot; });
+    const long cached = work == plan.work.end() ? 0 : outlook_[given.slot].cached;
+    if (work == plan.work.end() || given.position < cached || given.position + (long)given.rows > cached + work->rows)
+      refuse(given.slot, "is given rows for positions " + std::to_string(given.position) + "..." +
+                             std::to_string(given.position + (long)given.rows) + ", which the step does not compute");
+  }
+  for (const RotaryPositions& given : plan.positions) {
+    if (!limits_.rotary_parts) refuse(given.slot, "is given rotary positions, which this program does not have");
+    if (!enters(given.slot)) refuse(given.slot, "is given rotary positions, and does not enter in this step");
+  }
+  for (const Segments& given : plan.segments) {
+    if (!enters(given.slot)) refuse(given.slot, "is given segments, and does not enter in this step");
+    int last = 0;
+    for (int32_t end : given.ends)
+      if (end <= last)
+        refuse(given.slot, "has a segment of positions " + std::to_string(last) + "..." + std::to_string(end));
+      else last = end;
+    if (last != outlook_[given.slot].history)
+      refuse(given.slot, "has segments up to position " + std::to_string(last) + " of " +
+                             std::to_string(outlook_[given.slot].history));
+  }
+}
+
+// Of programs whose rows attend to later ones.
+void Slots::check_whole(const Work& w, const Outlook& slot) const {
+  const long end = slot.cached + w.rows;
+  const int outputs = limits_.merged ? w.rows / limits_.merged : 1;
+  const bool fits = limits_.merged ? w.outputs == outputs && w.rows % limits_.merged == 0 : w.outputs <= 1;
+  if (slot.cached || end != slot.history || w.samples() || !fits)
+    throw std::invalid_argument(
+        "step plan: slot " + std::to_string(w.slot) + " has rows " + std::to_string(slot.cached) + "..." +
+        std::to_string(end) + " of " + std::to_string(slot.history) + " and " + std::to_string(w.outputs) +
+        " outputs; this model computes all rows of a text in one step, with " +
+        (limits_.merged ? "an output for each " + std::to_string(limits_.merged) + " rows" : "one output") +
+        ", and samples nothing");
+}
+
 void Slots::check(const Plan& plan, bool has_draft_model) {
   check_copies(plan);
   check_states(plan);
@@ -127,10 +177,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
       refuse("positions " + std::to_string(slot.cached) + "..." + std::to_string(end) + " of " + name +
              " are not among its " + std::to_string(slot.history) + " tokens, or these are more than " +
              std::to_string(limits_.max_length));
-    if (limits_.whole && (slot.cached || end != slot.history || w.samples() || w.outputs > 1))
-      refuse(name + " has rows " + std::to_string(slot.cached) + "..." + std::to_string(end) + " of " +
-             std::to_string(slot.history) + " and " + std::to_string(w.outputs) +
-             " outputs; this model computes all rows of a text in one step, with one output, and samples nothing");
+    if (limits_.whole) check_whole(w, slot);
     for (long spans : slot.spans)
       if (spans * limits_.span_size < end)
         refuse("positions up to " + std::to_string(end) + " of " + name + " are not covered by its " +
@@ -143,6 +190,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
   if (rows > limits_.max_rows || outputs > limits_.max_outputs)
     refuse(std::to_string(rows) + " rows, " + std::to_string(outputs) + " with outputs; at most " +
            std::to_string(limits_.max_rows) + " and " + std::to_string(limits_.max_outputs) + " fit");
+  check_given(plan);
 }
 
 void Slots::begin(const Plan& plan) {
@@ -153,9 +201,14 @@ void Slots::begin(const Plan& plan) {
     slot.sampling = s.sampling, slot.history = s.history;
     slot.spans.assign(groups(), {});
     slot.lookup.clear();
+    slot.parts.clear(), slot.segments.clear();
+    slot.delta = 0;
     slot.begun = (int)s.history.size();
     slot.first = slot.cached = slot.drafted = s.cached;
   }
+  for (const RotaryPositions& p : plan.positions) slots_[p.slot].parts = p.parts, slots_[p.slot].delta = p.delta;
+  for (const Segments& s : plan.segments) slots_[s.slot].segments = s.ends;
+  given_ = plan.given;
   batch_.saved_states = plan.saved_states, batch_.loaded_states = plan.loaded_states;
   pending_.clear();
   for (const Work& w : plan.work) {
@@ -201,7 +254,19 @@ Batch& Slots::batch() {
     slot.cached = p.end;
     batch_.items.push_back(item);
   }
+  place_given();
   return batch_;
+}
+
+void Slots::place_given() {
+  batch_.given.clear();
+  if (given_.empty()) return;
+  batch_.given.resize(batch_.rows.size());
+  for (const GivenRows& given : given_)
+    for (const Item& item : batch_.items)
+      if (item.slot == given.slot)
+        for (int i = 0; i < given.rows; i++)
+          batch_.given[item.row + given.position - item.start + i] = given.values.data() + (size_t)i * given.width;
 }
 
 void Slots::foretell(const Batch& batch) {

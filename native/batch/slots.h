@@ -18,6 +18,9 @@ struct SlotLimits {
   std::vector<char> adapters;  // of each adapter index: whether it is loaded
   int state_spans = 0;         // spans that hold a slot's recurrent state; 0: the model has none
   bool whole = false;          // rows attend to later ones, so an item has all rows of its sequence
+  int merged = 0;              // with `whole`, so many rows make an output; 0: all of them make one
+  int given_width = 0;         // of the rows that plans may give; 0: none
+  bool rotary_parts = false;   // whether plans may give rotary positions
 };
 
 class Slots {
@@ -69,12 +72,16 @@ class Slots {
   void check_copies(const Plan& plan);
   void check_states(const Plan& plan) const;
   void check_spans(const Work& work, Outlook& slot) const;
+  void check_given(const Plan& plan) const;
+  void check_whole(const Work& work, const Outlook& slot) const;
+  void place_given();
 
   SlotLimits limits_;
   std::vector<Slot> slots_;
   std::vector<Outlook> outlook_;  // of the slots in the plan
   std::vector<Pending> pending_;
-  std::vector<char> copied_;  // second-tier spans in the plan
+  std::vector<GivenRows> given_;  // of the plan
+  std::vector<char> copied_;      // second-tier spans in the plan
   Batch batch_;
 };
 

@@ -72,7 +72,10 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   0,
                   std::vector<char>(adapters.count),
                   runner_->state_spans(),
-                  needs_whole_sequences()};
+                  needs_whole_sequences(),
+                  merged_rows(),
+                  queued ? 0 : given_width(),
+                  true};
   for (const auto& draft : drafts_) draft->runner_->share_states(*runner_);
   if (queued) asynchronous_.emplace(*runner_);
   make_decoder();

@@ -14,14 +14,6 @@
 namespace as {
 namespace {
 
-// Rejects attributes that the op table allows and this backend does not support.
-void check_attributes(const OpNode& op) {
-  if (op.is(Op::rotary_table))  // no 3-D positions
-    op.allow_only({"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth",
-                   "long_table"},
-                  "the CPU backend");
-}
-
 constexpr size_t kNowhere = SIZE_MAX;  // a tensor without memory
 
 // The first and the last op that uses a tensor.
@@ -53,7 +45,6 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
   if (program.ops().empty() || !(program.ops().back().is(Op::sample) || program.ops().back().is(Op::hidden_states)))
     throw std::invalid_argument("the op list must end with sample or hidden_states");
   check_experts();
-  for (const OpNode& op : program.ops()) check_attributes(op);
   allocate_cache(cache);
   const auto gates = [&](const OpNode& linear) {
     const Packed& m = weights.matrix(linear.weights[0]);
@@ -340,29 +331,49 @@ void CpuRunner::copy_states(const Batch& batch) {
 }
 
 RunOutput CpuRunner::run(const Batch& batch, bool want_logits) {
+  begin(batch, want_logits);
+  run_needed(batch, 0, needed_.size(), want_logits);
+  return std::move(output_);
+}
+
+RunOutput CpuRunner::run_part(const Batch& batch, int part, int parts) {
+  if (!part) begin(batch, false);
+  const size_t count = needed_.size();
+  run_needed(batch, count * part / parts, count * (part + 1) / parts, false);
+  return part + 1 < parts ? RunOutput{} : std::move(output_);
+}
+
+// Finds the ops that a step needs.
+void CpuRunner::begin(const Batch& batch, bool want_logits) {
   if (!batch.saved_states.empty() || !batch.loaded_states.empty()) copy_states(batch);
   output_ = {};
-  if (batch.rows.empty()) return std::move(output_);
+  needed_.clear();
+  if (batch.rows.empty()) return;
   output_.samples.resize(batch.outputs.size());
-  const Form& form = adapters_ && adapters_->begin(batch) ? adapted_ : plain_;
-  const bool heads = !form.heads || want_logits ||
+  form_ = adapters_ && adapters_->begin(batch) ? &adapted_ : &plain_;
+  const bool heads = !form_->heads || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
-  needed_.clear();
-  for (size_t i = form.begin; i < (heads ? form.end : form.heads); i++)
+  for (size_t i = form_->begin; i < (heads ? form_->end : form_->heads); i++)
     if (steps_[i].op && steps_[i].op->needed(batch)) needed_.push_back(&steps_[i]);
   for (Step* step : needed_) step->op->begin(batch);
-  const Tensor logits = want_logits ? form.tensors[program_.ops().back().inputs[0]] : Tensor{};
+}
+
+// Runs needed ops [first, last). All threads of the rank run them.
+void CpuRunner::run_needed(const Batch& batch, size_t first, size_t last, bool want_logits) {
+  if (batch.rows.empty()) return;
+  const Tensor logits = want_logits ? form_->tensors[program_.ops().back().inputs[0]] : Tensor{};
   using Clock = std::chrono::steady_clock;
   const std::function<void(int)> task = [&](int thread) {
-    auto last = Clock::now();
-    for (Step* step : needed_) {
+    auto before = Clock::now();
+    for (size_t i = first; i < last; i++) {
+      Step* step = needed_[i];
       core_.pool.guard([&] { step->op->run(batch, thread); });
       if (!core_.pool.barrier()) return;
       if (profiling_ && thread == 0) {
         const auto now = Clock::now();
-        record(*step, batch, std::chrono::duration<double>(now - last).count());
-        last = now;
+        record(*step, batch, std::chrono::duration<double>(now - before).count());
+        before = now;
       }
     }
     if (want_logits && thread == 0)
@@ -377,7 +388,6 @@ RunOutput CpuRunner::run(const Batch& batch, bool want_logits) {
     if (core_.peers) core_.peers->abort(std::string("rank ") + std::to_string(core_.rank) + ": " + e.what());
     throw;
   }
-  return std::move(output_);
 }
 
 void CpuRunner::record(Step& step, const Batch& batch, double seconds) const {

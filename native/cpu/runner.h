@@ -41,6 +41,7 @@ class CpuRunner : public Runner {
             const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
   RunOutput run(const Batch& batch, bool want_logits) override;
+  RunOutput run_part(const Batch& batch, int part, int parts) override;
   // This draft head's program takes the hidden states that `model` keeps, and keeps its own beside them.
   void share_states(const CpuRunner& model) { states_ = model.states_; }
   void set_profiling(bool on);  // true: resets the counters; false: keeps them
@@ -72,6 +73,8 @@ class CpuRunner : public Runner {
   Tensor bound(const Form& form, size_t op, size_t part, int tensor, bool output) const;
   const Packed* converted_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
   void copy_states(const Batch& batch);
+  void begin(const Batch& batch, bool want_logits);
+  void run_needed(const Batch& batch, size_t first, size_t last, bool want_logits);
   void record(Step& step, const Batch& batch, double seconds) const;
 
   const Core core_;
@@ -90,6 +93,7 @@ class CpuRunner : public Runner {
   Form plain_, adapted_;
   std::vector<Step> steps_;
   std::vector<Step*> needed_;  // of the current step
+  const Form* form_ = nullptr;
   RunOutput output_;
   std::vector<float> own_states_;  // hidden states by place (batch/draft_head.h)
   float* states_ = nullptr;        // a draft head's are its model's

@@ -110,6 +110,12 @@ void check_position_embedding(const Program& p, const OpNode& op) {
   if (op.weights.size() == 2) vector_is(p, op, 1, 2 * width);
 }
 
+void check_grid_embedding(const Program& p, const OpNode& op) {
+  const long side = op.integer("side");
+  if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have a row for each token");
+  vector_is(p, op, 0, side * side * p.in(op).width);
+}
+
 void check_rms_norm(const Program& p, const OpNode& op) {
   width_is(op, p.out(op), p.in(op).width, "output");
   vector_is(p, op, 0, p.in(op).width);
@@ -180,6 +186,8 @@ void check_span_attention(const Program& p, const OpNode& op) {
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
   if (op.flag("bidirectional") && (cache.kind == CacheKind::sliding || op.flag("alibi") || op.number("logn") > 0))
     throw wrong(op, "bidirectional excludes a sliding cache group, alibi and logn");
+  if (op.flag("segments") && (!op.flag("bidirectional") || window))
+    throw wrong(op, "segments need bidirectional and exclude a window");
   const int vectors = op.flag("sinks") + op.flag("alibi");
   if ((int)op.weights.size() != vectors)
     throw wrong(op, std::to_string(op.weights.size()) + " weights, expected " + std::to_string(vectors) +
@@ -300,6 +308,12 @@ void check_select_rows(const Program& p, const OpNode& op) { width_is(op, p.out(
 void check_pool_rows(const Program& p, const OpNode& op) {
   check_all_rows(p, op);
   width_is(op, p.out(op), p.in(op).width, "output");
+}
+
+void check_merge_rows(const Program& p, const OpNode& op) {
+  if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have all rows");
+  const bool mean = op.choice("how") == std::string("mean");
+  width_is(op, p.out(op), (mean ? 1l : op.integer("count")) * p.in(op).width, "output");
 }
 
 void check_sample(const Program& p, const OpNode& op) {

@@ -11,9 +11,18 @@ OP(rotary_table, kNone, kNone, {1, 2}, false, RowRule::none,
     number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
     counted("temporal"), counted("height"), counted("width"), flag("interleaved_sections"), flag("long_table")},
    check_rotary_table, cost_rotary_table)
-// Scaled rows of a table; zeros for ids of other ranks. Rows given as embeddings are passed through on rank 0.
+// Scaled rows of a table; zeros for ids of other ranks. Of rows that the plan gives, the first columns are passed
+// through, on rank 0.
 OP(embedding, kNone, kOne, kOne, false, RowRule::all,
    {number_or("scale", 1), of_rank("vocab_begin", RankRule::weight_begin)}, check_embedding, cost_embedding)
+// The rows that the plan gives: patches of images, for example. Zeros where it gives none.
+OP(given_rows, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, each_value<0>)
+// Adds columns [offset, offset + width) of the rows that the plan gives; other rows do not change.
+OP(add_given, kOne, kOne, kNone, true, RowRule::as_input, {counted("offset")}, check_all_rows, each_value<1>)
+// Adds a table [side * side, width], interpolated bilinearly: the height and width of the row's rotary position, of an
+// image as large as those of the sequence's rows say, are stretched over the side, corners over corners.
+OP(grid_embedding, kOne, kOne, kOne, true, RowRule::as_input, {within(whole("side"), 1, 4096)}, check_grid_embedding,
+   each_value<8>)
 // Adds a row of a table of positions: that of the row's position + offset, or the last one beyond it. Then, if there is a second table of segments,
 // a row of that one: row 1 for what follows the sequence's first `separator`, row 0 up to it.
 OP(position_embedding, kOne, kOne, {1, 2}, true, RowRule::as_input,
@@ -54,11 +63,12 @@ OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
 // Scores are scale * q k, then soft_cap * tanh(score / soft_cap), plus slope * (key position - p). A sink is one more
 // score without a value. logn: queries beyond that position are multiplied by log(p + 1) / log(logn).
 // bidirectional: a query sees positions in (p - window, p + window), or all. Then a step has all rows of a sequence, and
-// layers may share their place in the cache, because no later step reads it.
+// layers may share their place in the cache, because no later step reads it. segments: it sees those of its segment, as
+// the plan divides the sequence.
 OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
    {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
     counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
-    flag("bidirectional"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
+    flag("bidirectional"), flag("segments"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
 // Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of
@@ -110,9 +120,9 @@ OP(gelu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_
 // gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit.
 OP(clamped_silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {number("alpha"), number("limit")},
    check_gated, each_value<9>)
-// An activation of each value. gelu: x / 2 * (1 + erf(x / sqrt(2))).
+// An activation of each value. gelu: x / 2 * (1 + erf(x / sqrt(2))). quick_gelu: x * sigmoid(1.702 x).
 OP(activate, kOne, kOne, kNone, true, RowRule::as_input,
-   {choice("function", {"gelu", "gelu_tanh", "silu", "tanh", "relu"})}, check_nothing, each_value<9>)
+   {choice("function", {"gelu", "gelu_tanh", "silu", "tanh", "relu", "quick_gelu"})}, check_nothing, each_value<9>)
 // x^2 where x is positive, otherwise 0.
 OP(relu_square, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, each_value<2>)
 OP(add, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
@@ -167,6 +177,10 @@ OP(select_rows, kOne, kOne, kNone, false, RowRule::selected, {}, check_select_ro
 // One row for each sequence, of which the step has all rows: its first or last row, or the mean of its rows.
 OP(pool_rows, kOne, kOne, kNone, false, RowRule::selected, {choice("pooling", {"cls", "mean", "last"})}, check_pool_rows,
    cost_pool_rows)
+// One row for each `count` adjacent rows of a sequence, of which the step has all rows: their columns one after the
+// other ("concat"), their values of each column one after the other ("interleave"), or their mean.
+OP(merge_rows, kOne, kOne, kNone, false, RowRule::selected,
+   {within(whole("count"), 1, 4096), choice("how", {"concat", "interleave", "mean"})}, check_merge_rows, cost_pool_rows)
 // Outputs hidden states for items that request them.
 OP(hidden_states, kOne, kNone, kNone, false, RowRule::none, {}, check_hidden_states, each_value<0>)
 // Samples a token for each item that generates, and computes log probabilities of prompt tokens for the others.

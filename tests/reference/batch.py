@@ -6,7 +6,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reference.plan import COPIES, EMBEDDINGS, GIVEN, HIDDEN, LOOKUP, MODEL, POSITIONS, PROMPT, SAMPLE, Plan, Sampling
+from reference.plan import (
+    COPIES,
+    EMBEDDINGS,
+    GIVEN,
+    HIDDEN,
+    LOOKUP,
+    MODEL,
+    POSITIONS,
+    PROMPT,
+    SAMPLE,
+    SEGMENTS,
+    Plan,
+    Sampling,
+)
 
 LOOKED_AT, LONGEST = 32, 16  # of prompt lookup: the latest places, and ids of a match
 
@@ -30,6 +43,7 @@ class Slot:
     spans: list[list[int]]
     embeddings: dict[int, np.ndarray] = field(default_factory=dict)  # by position
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))  # the first ones' parts
+    segments: list[int] = field(default_factory=list)  # where they end
     begun: int = 0  # tokens of the history that it began with
     delta: int = 0  # what later ones' parts are ahead of the position
 
@@ -142,6 +156,8 @@ class Slots:
         elif kind == POSITIONS:
             slot, n, delta = words[:3].tolist()
             self.live[slot].positions, self.live[slot].delta = words[3:].reshape(n, 3), delta
+        elif kind == SEGMENTS:
+            self.live[words[0]].segments = words[1:].tolist()
         else:
             raise ValueError(f"step plan: a section of the unknown kind {kind}")
 

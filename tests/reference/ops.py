@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import erf
 
 import numpy as np
@@ -216,10 +217,57 @@ def embedding(rank, op, x, w):
     for y, row in zip(out, rank.batch.rows):
         given, local = rank.slots[row.slot].embeddings.get(row.position), row.token - attrs["vocab_begin"]
         if given is not None:
-            y[:] = given if rank.number == 0 else 0
+            y[:] = given[:len(y)] if rank.number == 0 else 0
         elif 0 <= local < len(w[0]):
             y[:] = w[0][local] * attrs["scale"]
     return out
+
+
+def _given(rank, width):
+    """The row that the plan gives for each row, zeros where it gives none, and which rows have one."""
+    rows = [rank.slots[row.slot].embeddings.get(row.position) for row in rank.batch.rows]
+    return np.array([np.zeros(width) if row is None else row for row in rows]), [row is not None for row in rows]
+
+
+@op
+def given_rows(rank, op, x, w):
+    return _given(rank, rank.tensors[op["outputs"][0]][0])[0]
+
+
+@op
+def add_given(rank, op, x, w):
+    offset, width = op["attributes"]["offset"], x[0].shape[1]
+    widths = [len(row) for slot in rank.slots.values() for row in slot.embeddings.values()]
+    return x[0] + _given(rank, max(widths, default=offset + width))[0][:, offset:offset + width]
+
+
+@op
+def grid_embedding(rank, op, x, w):
+    side, width, out = op["attributes"]["side"], x[0].shape[1], x[0].copy()
+    table = w[0].reshape(side, side, width)
+    for item in rank.batch.items:
+        rows = [i for i, row in enumerate(rank.batch.rows) if row.slot == item.slot]
+        parts = np.array([rank.slots[item.slot].parts(rank.batch.rows[i].position) for i in rows])
+        for i, place in zip(rows, parts):
+            lows, shares = [], []
+            for axis in (1, 2):
+                at = np.linspace(0, side - 1, parts[:, axis].max() + 1, dtype=np.float32)[place[axis]]
+                lows.append(int(at)), shares.append(float(at) - int(at))
+            for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                share = abs(1 - dy - shares[0]) * abs(1 - dx - shares[1])
+                out[i] += share * table[min(lows[0] + dy, side - 1), min(lows[1] + dx, side - 1)]
+    return out
+
+
+@op
+def merge_rows(rank, op, x, w):
+    count, how, out = op["attributes"]["count"], op["attributes"]["how"], []
+    for item in rank.batch.items:
+        first = rank.batch.outputs[item.output] - item.rows + item.outputs if item.outputs else 0
+        for i in range(item.outputs):
+            rows = x[0][first + i * count:first + (i + 1) * count]
+            out.append({"concat": rows.ravel(), "interleave": rows.T.ravel(), "mean": rows.mean(0)}[how])
+    return np.array(out).reshape(len(rank.batch.outputs), -1)
 
 
 @op
@@ -323,7 +371,7 @@ def gelu_mul(rank, op, x, w):
 @op
 def activate(rank, op, x, w):
     functions = {"gelu": gelu, "gelu_tanh": gelu_tanh, "silu": lambda v: v * sigmoid(v), "tanh": np.tanh,
-                 "relu": lambda v: np.maximum(v, 0.0)}
+                 "relu": lambda v: np.maximum(v, 0.0), "quick_gelu": lambda v: v * sigmoid(1.702 * v)}
     return functions[op["attributes"]["function"]](x[0])
 
 
@@ -356,6 +404,9 @@ def span_attention(rank, op, x, w):
         if attrs["bidirectional"]:
             end = len(rank.slots[row.slot].history)
             end = min(end, row.position + attrs["window"]) if attrs["window"] else end
+            if attrs["segments"]:
+                ends = [0, *rank.slots[row.slot].segments]
+                first, end = next((a, b) for a, b in itertools.pairwise(ends) if a <= row.position < b)
         seen, table = np.arange(first, end), rank.slots[row.slot].spans[attrs["cache_group"]]
         keys, values = cache[[table[p // size] for p in seen], seen % size].transpose(1, 0, 2, 3)
         query = q[i]

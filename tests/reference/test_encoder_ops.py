@@ -135,7 +135,7 @@ def test_position_embedding(width, segments):
     compare(own)
 
 
-@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu", "tanh", "relu"])
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "silu", "tanh", "relu", "quick_gelu"])
 @pytest.mark.parametrize("width", [1, 19, 64])
 def test_activate(width, function):
     own = toy()

@@ -115,6 +115,9 @@ void activate(Activation function, float* x, size_t n) {
       return each([](vf v) __attribute__((always_inline)) { return vtanh(v); }, x, n);
     case Activation::relu:
       return each([](vf v) __attribute__((always_inline)) { return vmax(vzero(), v); }, x, n);  // NaN stays
+    case Activation::quick_gelu:
+      return each([](vf v) __attribute__((always_inline)) { return vgate_mul(v, vmul(v, vset(1.702f)), vset(1.0f)); },
+                  x, n);
   }
 }
 

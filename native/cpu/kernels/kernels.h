@@ -54,7 +54,7 @@ struct SourceRows {
 
 struct LogitKernels;
 
-enum class Activation { gelu, gelu_tanh, silu, tanh, relu };
+enum class Activation { gelu, gelu_tanh, silu, tanh, relu, quick_gelu };
 
 struct Kernels {
   const char* name;

@@ -57,6 +57,9 @@ void AttentionWork::make_tiles(const Batch& batch) {
   for (const Item& item : batch.items) {
     one_tile_a_key &= item.count == 1;
     // So many rows see all positions.
+    const std::vector<int32_t>& segments = batch.slot(item.slot).segments;
+    const std::vector<int32_t> ends =
+        shape.segments && !segments.empty() ? segments : std::vector<int32_t>{item.start + item.count};
     const int whole = shape.selected ? std::clamp(shape.selected - item.start, 0, item.count) : item.count;
     for (int kv = 0; kv < shape.kv_heads; kv++) {
       // Local query heads of this KV head. Global head h uses KV head h / group.
@@ -66,16 +69,21 @@ void AttentionWork::make_tiles(const Batch& batch) {
       one_tile_a_key &= head1 > head0 && head1 - head0 <= kTileRows;
       for (int h = head0; h < head1; h += kTileRows) {
         const int heads = std::min(kTileRows, head1 - h), step = std::max(1, kTileRows / heads);
-        for (int i = 0; i < whole; i += step) {
-          const int positions = std::min(step, whole - i), first = item.start + i, end = item.start + item.count,
-                    context = shape.end_seen(first + positions - 1, end);
-          tiles.push_back({item.slot, item.row + i, first, positions, kv, h, h + heads,
-                           shape.first_seen(first) / kBlockTokens, end, context, context_blocks(context)});
+        int begin = 0;
+        for (int end : ends) {
+          for (int p = std::max(begin, item.start); p < std::min(end, item.start + whole); p += step) {
+            const int positions = std::min({step, end - p, item.start + whole - p}),
+                      context = shape.end_seen(p + positions - 1, end);
+            tiles.push_back({item.slot, item.row + p - item.start, p, positions, kv, h, h + heads,
+                             std::max(begin, shape.first_seen(p)) / kBlockTokens, begin, end, context,
+                             context_blocks(context)});
+          }
+          begin = end;
         }
       }
       for (int i = whole; i < item.count; i++)
         for (int h = head0; h < head1; h += kTileRows)
-          tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0,
+          tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0, 0,
                            item.start + item.count, shape.selected, context_blocks(shape.selected), shape.selected});
     }
   }

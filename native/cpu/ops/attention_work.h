@@ -31,12 +31,13 @@ struct AttentionShape {
   int q_heads = 0, kv_heads = 0, head_dim = 0, q_head_begin = 0, group = 1, kv_begin = 0;
   int window = 0;              // how many positions a row sees up to its own; 0: all
   bool bidirectional = false;  // a row sees as many after its own
+  bool segments = false;       // a row sees those of its segment
   int rope_dim = 0;            // of a latent cache: features of keys after the head_dim that are values, too
   int selected = 0;            // how many positions an indexer selects for a row that sees more; 0: there is none
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
            group == o.group && kv_begin == o.kv_begin && window == o.window && bidirectional == o.bidirectional &&
-           rope_dim == o.rope_dim && selected == o.selected;
+           segments == o.segments && rope_dim == o.rope_dim && selected == o.selected;
   }
   // The first position that a row at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
@@ -49,10 +50,10 @@ struct AttentionShape {
 
 // Query rows of one sequence that share a KV head: positions [position, position + positions), local query heads
 // [head0, head1). They see some of the blocks [first, blocks) of the context, which ends at position `context`, in a
-// sequence with `end` positions. A row for which an indexer selects positions has tiles of its own, whose context are
-// those positions.
+// sequence, or a segment of one, with positions [begin, end). A row for which an indexer selects positions has tiles of
+// its own, whose context are those positions.
 struct Tile {
-  int slot, row, position, positions, kv_head, head0, head1, first, end, context, blocks;
+  int slot, row, position, positions, kv_head, head0, head1, first, begin, end, context, blocks;
   int selected = 0;  // how many positions are selected
   int pair = 0;      // if pairs are divided: its first pair
   int partial = -1;  // if several threads share it: the partial result of its first run

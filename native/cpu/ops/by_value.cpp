@@ -32,7 +32,8 @@ Activation activation_of(const OpNode& op) {
   for (auto [known, function] : {std::pair{"gelu", Activation::gelu},
                                  {"gelu_tanh", Activation::gelu_tanh},
                                  {"silu", Activation::silu},
-                                 {"tanh", Activation::tanh}})
+                                 {"tanh", Activation::tanh},
+                                 {"quick_gelu", Activation::quick_gelu}})
     if (!std::strcmp(name, known)) return function;
   return Activation::relu;
 }

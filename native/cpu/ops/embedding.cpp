@@ -1,4 +1,5 @@
-// embedding: scaled rows of the token embedding; zeros for ids in another rank's part of the vocabulary.
+// embedding: scaled rows of the token embedding; zeros for ids in another rank's part of the vocabulary. given_rows,
+// add_given: rows that the plan gives.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"
@@ -18,6 +19,11 @@ class Embedding : public BoundOp {
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, out_, batch, thread);
     for (int r = r0; r < r1; r++) {
+      if (const float* given = batch.given_row(r)) {  // the first rank's part of the sum over ranks
+        if (core_.rank == 0) std::copy_n(given, out_.width, out_.row(r));
+        else std::fill_n(out_.row(r), out_.width, 0.0f);
+        continue;
+      }
       const int64_t id = (int64_t)batch.rows[r].token - vocab_begin_;
       if (id < 0 || id >= m_.n) std::fill_n(out_.row(r), m_.inputs, 0.0f);
       else core_.k.read_row(m_, id, out_.row(r));
@@ -33,8 +39,36 @@ class Embedding : public BoundOp {
   const Tensor out_;
 };
 
+class Given : public BoundOp {
+ public:
+  explicit Given(const Binding& b)
+      : core_(b.core),
+        adds_(b.parts[0].is(Op::add_given)),
+        offset_(adds_ ? b.parts[0].op.integer("offset") : 0),
+        x_(adds_ ? b.parts[0].in() : b.parts[0].out()) {}
+
+  bool needed(const Batch& batch) const override { return !adds_ || !batch.given.empty(); }
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+    for (int r = r0; r < r1; r++) {
+      const float* given = batch.given_row(r);
+      if (adds_ && given) core_.k.add(x_.row(r), given + offset_, x_.width);
+      else if (given) std::copy_n(given, x_.width, x_.row(r));
+      else if (!adds_) std::fill_n(x_.row(r), x_.width, 0.0f);
+    }
+  }
+
+ private:
+  const Core& core_;
+  const bool adds_;
+  const int offset_;
+  const Tensor x_;
+};
+
 }  // namespace
 
+const RegisterCpuOp kGivenRows({{Op::given_rows}, {Op::add_given}}, bind_op<Given>);
 const RegisterCpuOp kEmbedding({{Op::embedding}}, bind_op<Embedding>);
 
 }  // namespace as

@@ -29,6 +29,7 @@ class RotaryTableOp : public BoundOp {
         dim_(b.parts[0].op.integer("rotary_dim")),
         table_(std::make_shared<RotaryTable>()) {
     table_->number = b.parts[0].op.integer("table"), table_->half = dim_ / 2;
+    divide_pairs(b.parts[0].op);
     table_->cosine.resize((size_t)b.limits.max_rows * table_->half), table_->sine.resize(table_->cosine.size());
     b.rotary.push_back(table_);
   }
@@ -40,9 +41,9 @@ class RotaryTableOp : public BoundOp {
     int grown_length = -1;
     for (int r = r0; r < r1; r++) {
       const Row& row = batch.rows[r];
+      const Slot& slot = batch.slot(row.slot);
       const float* inverse = inverse_.data();
       if (dynamic_ || long_) {
-        const Slot& slot = batch.slot(row.slot);
         const int prompt = long_ ? std::max(slot.sampling.prompt_len, slot.begun) : slot.sampling.prompt_len;
         const int length = powers_ ? prompt : std::max(prompt, row.position + 1);
         if (length > original_max_ && long_) {
@@ -53,8 +54,10 @@ class RotaryTableOp : public BoundOp {
           inverse = grown.data();
         }
       }
+      const int position[] = {slot.rotary_position(row.position, 0), slot.rotary_position(row.position, 1),
+                              slot.rotary_position(row.position, 2)};
       for (int i = 0; i < half; i++) {
-        const exact::Angle angle = exact::cos_sin((float)row.position * inverse[i]);
+        const exact::Angle angle = exact::cos_sin((float)position[part_of_[i]] * inverse[i]);
         table_->cosine[(size_t)r * half + i] = (float)angle.cosine * attention_factor_;
         table_->sine[(size_t)r * half + i] = (float)angle.sine * attention_factor_;
       }
@@ -62,6 +65,17 @@ class RotaryTableOp : public BoundOp {
   }
 
  private:
+  // Says which part of a position turns each pair: the time, or, with sections, also height and width, which take turns
+  // with it if they are interleaved.
+  void divide_pairs(const OpNode& op) {
+    part_of_.assign(table_->half, 0);
+    const int sections[] = {op.integer("temporal"), op.integer("height"), op.integer("width")};
+    for (int part = 0, i = 0; part < 3; i += sections[part++])
+      for (int j = 0; j < sections[part]; j++)
+        if (!op.flag("interleaved_sections")) part_of_[i + j] = (char)part;
+        else if (part && part + 3 * j < table_->half) part_of_[part + 3 * j] = (char)part;
+  }
+
   void grow(int length, float* inverse) const {
     double growth = factor_ * length / original_max_ - (factor_ - 1);
     if (powers_) {  // 2^(ceil(log2 of the ratio) + 1) - 1
@@ -82,6 +96,7 @@ class RotaryTableOp : public BoundOp {
   const double base_, factor_, original_max_;
   const int dim_;
   const std::shared_ptr<RotaryTable> table_;
+  std::vector<char> part_of_;  // of each pair
 };
 
 }  // namespace

@@ -207,7 +207,7 @@ AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* h
         core_.k.scale(room, (float)(exact::log(position + 1) / exact::log(logn_)), shape_.head_dim);
       }
       a.context[r] = tile.selected ? tile.selected : shape_.end_seen(position, tile.end);
-      a.first[r] = shape_.first_seen(position);
+      a.first[r] = std::max(tile.begin, shape_.first_seen(position));
       if (slopes_) a.slopes[r] = slopes_[tile.head0 + h];
     }
   }
@@ -442,7 +442,7 @@ AttentionShape shape_of(const OpNode& op) {
   AttentionShape s;
   s.q_heads = op.integer("q_heads"), s.kv_heads = op.integer("kv_heads"), s.head_dim = op.integer("head_dim");
   s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = op.integer("kv_begin");
-  s.window = op.integer("window"), s.bidirectional = op.flag("bidirectional");
+  s.window = op.integer("window"), s.bidirectional = op.flag("bidirectional"), s.segments = op.flag("segments");
   return s;
 }
 
