@@ -116,6 +116,12 @@ class AsModelConfig(Checked):
     max_queue: int = int_field(10_000, 0, INT32_MAX)
     #: most bytes that waiting requests take; 0: chosen
     max_queue_memory: int = int_field(0, 0, INT64_MAX)
+    #: type of the matrices of a vision tower: "auto" as stored, or a type of weight_dtype
+    vision_weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
+    #: most tokens of an image, to which larger images are reduced; 0: chosen. It sets the memory of the vision tower
+    max_image_tokens: int = int_field(0, 0, 1 << 16)
+    #: bytes on rank 0 in which computed images are kept for further requests that show them
+    image_cache_memory: int = int_field(256 << 20, 0, INT64_MAX)
     #: the model is loaded when a request names it, and unloaded when others need its memory
     on_demand: bool = bool_field(False)
     #: with on_demand: seconds without requests after which the model is unloaded; 0: only when others need its memory

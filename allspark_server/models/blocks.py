@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
-from allspark_server.models.network import ExpertConfig, IndexerConfig, LatentConfig, ModelConfig
+from allspark_server.models.network import ExpertConfig, IndexerConfig, LatentConfig, ModelConfig, RopeConfig
 from allspark_server.models.rotary import rotary_of, yarn_mscale
 from allspark_server.weights.shard import Split
 
@@ -23,12 +23,29 @@ def begin(config: ModelConfig, name: str = EMBEDDING, rotary: bool = True) -> tu
     """
     graph = Graph(config)
     if rotary and not config.alibi:
-        graph.rotary_table(rotary_of(config.rope, config.head_dim))
+        graph.rotary_table(rotary_of(config.rope, config.head_dim), **_sections(config.rope))
     if config.local_rope is not None:
         graph.rotary_table(rotary_of(config.local_rope, config.head_dim), LOCAL)
     embedding = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     scaled: dict[str, Any] = {} if config.embedding_scale == 1 else {"scale": config.embedding_scale}
     return graph, graph.embedding(embedding, **scaled)
+
+
+def _sections(rope: RopeConfig) -> dict[str, Any]:
+    """The attributes of a rotary table whose pairs turn with parts of a position."""
+    if not rope.sections:
+        return {}
+    interleaved = {"interleaved_sections": 1} if rope.interleaved else {}
+    return {**dict(zip(("temporal", "height", "width"), rope.sections)), **interleaved}
+
+
+def add_taps(graph: Graph, x: Tensor, layer: int) -> None:
+    """Adds the outputs of a layer of the vision tower to the rows of images, behind one of the first layers
+    (DeepStack, arXiv 2406.04334).
+    """
+    tower = graph.config.tower
+    if tower is not None and tower.vision is not None and layer < len(tower.vision.taps):
+        graph.op("add_given", x, offset=graph.config.hidden_size * (layer + 1))
 
 
 def of_each_head(name: str, heads: int, sizes: tuple[int, ...], index: int) -> tuple[Part, ...]:

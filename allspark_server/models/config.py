@@ -39,6 +39,8 @@ def config_of(fields: Fields, eos_token_ids: tuple[int, ...],
               rope_scaling: dict[str, Any] | None = None) -> ModelConfig:
     """The network that the fields of a config.json describe."""
     name, architecture = _architecture(fields)
+    sees = architecture.tower is not None and fields.get("vision_config", dict) is not None
+    tower = architecture.tower(fields) if architecture.tower is not None and sees else None
     if architecture.translate is not None:
         fields = architecture.translate(fields)
     _refuse_unsupported(fields, architecture)
@@ -59,6 +61,8 @@ def config_of(fields: Fields, eos_token_ids: tuple[int, ...],
         fields = rescaled(fields, rope_scaling, rope_of)
     layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
     more: dict[str, Any] = {"rope": rope_of(fields), **(architecture.more(fields) if architecture.more else {})}
+    if tower is not None:
+        more["tower"] = tower
     if architecture.windows:
         more |= _layer_kinds(fields, architecture)
     if architecture.local_theta is not None:

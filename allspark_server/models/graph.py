@@ -288,6 +288,14 @@ class Graph:
             other.ops.append(op)
         return other
 
+    def without_images(self) -> Graph:
+        """The same model for devices that take no images: rotary positions are numbers, as they are in texts."""
+        parts = ("temporal", "height", "width", "interleaved_sections")
+        other = copy.copy(self)
+        other.ops = [replace(op, attrs={name: value for name, value in op.attrs.items() if name not in parts})
+                     if op.type == "rotary_table" else op for op in self.ops if op.type != "add_given"]
+        return other
+
     def with_kept_hidden(self) -> Graph:
         """The same model, which keeps the normed hidden states of all rows for a draft head."""
         other = copy.copy(self)
@@ -404,6 +412,12 @@ class Graph:
         x = self.tensor("x", (Block(self.config.hidden_size),))
         self._op("embedding", outputs=(x,), weights=(weight,), **more)
         return self.all_reduce(x)
+
+    def given_rows(self, width: int) -> Tensor:
+        """The rows that the plan gives: patches of images."""
+        x = self.tensor("given", (Block(width),))
+        self._op("given_rows", outputs=(x,))
+        return x
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Adds the ranks' partial results, in place, in rank order."""

@@ -28,8 +28,10 @@ class RopeConfig:
     """A rotary embedding and its scaling.
 
     original_max: the context length, in positions, beyond which the scaling applies. dim: rotated features of a head, 0
-    for all. growth: how a dynamic base grows, see the table of ops. short_factors, long_factors: LongRoPE's factors,
-    one for each pair of features.
+    for all. growth: how a dynamic base grows, see the table of ops.
+    sections: how many pairs turn with the time, the height and the width of a position (M-RoPE, arXiv 2409.12191);
+    empty if all turn with its number. interleaved: these pairs take turns. short_factors, long_factors: LongRoPE's
+    factors, one for each pair of features.
     """
 
     type: str = "default"
@@ -46,6 +48,8 @@ class RopeConfig:
     truncate: bool = True
     dim: int = _in_graph(0)
     growth: str = _in_graph("linear")
+    sections: tuple[int, ...] = _in_graph(())
+    interleaved: bool = _in_graph(False)
     short_factors: tuple[float, ...] = _in_graph(())
     long_factors: tuple[float, ...] = _in_graph(())
 
@@ -224,6 +228,35 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True)
+class VisionConfig:
+    """What a vision tower has besides layers.
+
+    patch: values of a patch. merge: adjacent rows that make an output. outputs: values of an output of the last layer.
+    side: rows of the square table of positions, 0 for none. taps: layers whose rows become outputs, too, beside those
+    of the last one (DeepStack). activation: of the MLP, for the op `activate`; "" for a gated MLP with SiLU. norm:
+    "layer" or "rms". window: side of a window of attention in patches, 0 for none; whole: layers without windows.
+    patch_bias: the embedding of patches has a bias. family: the function of models/vision.py that builds it.
+    """
+
+    patch: int
+    merge: int
+    outputs: int
+    side: int = 0
+    taps: tuple[int, ...] = ()
+    activation: str = ""
+    norm: str = "layer"
+    window: int = 0
+    whole: tuple[int, ...] = ()
+    patch_bias: bool = False
+    family: str = "qwen"
+
+    @property
+    def width(self) -> int:
+        """Values of an output, those of taps included."""
+        return self.outputs * (1 + len(self.taps))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The description of a network from which a model file builds the graph.
 
@@ -248,6 +281,7 @@ class ModelConfig:
     encoder: what encoders have besides layers; None for models that generate.
     labels: the outputs of a classifier, 0 for other models. compared: of a reranker, the ids of the tokens whose logits
     are its output.
+    vision: of a vision tower, what it has besides layers. tower: of a model that sees, its vision tower.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     """
@@ -294,6 +328,8 @@ class ModelConfig:
     encoder: EncoderConfig | None = _in_graph(None)
     labels: int = _in_graph(0)
     compared: tuple[int, ...] = _in_graph(())
+    vision: VisionConfig | None = _in_graph(None)
+    tower: ModelConfig | None = _in_graph(None)
 
     @property
     def state_layers(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from allspark_server.models.architecture import Architecture, with_classifiers
-from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.blocks import add_taps, begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
@@ -22,6 +22,7 @@ def qwen3(config: ModelConfig) -> Graph:
         graph.add(x, output_projection(graph, attended, f"{prefix}.self_attn", bias=bias))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
+        add_taps(graph, x, layer)
     return finish(graph, x)
 
 

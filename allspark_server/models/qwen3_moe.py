@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from allspark_server.models.architecture import Architecture
-from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection, routed_experts
+from allspark_server.models.blocks import (
+    add_taps,
+    begin,
+    finish,
+    gated_mlp,
+    output_projection,
+    qkv_projection,
+    routed_experts,
+)
 from allspark_server.models.expert_fields import qwen_experts
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
@@ -26,6 +34,7 @@ def qwen3_moe(config: ModelConfig) -> Graph:
             graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
         else:
             graph.add(x, graph.all_reduce(routed_experts(graph, h, f"{prefix}.mlp")))
+        add_taps(graph, x, layer)
     return finish(graph, x)
 
 

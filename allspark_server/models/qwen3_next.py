@@ -22,6 +22,7 @@ from allspark_server.models.expert_fields import qwen_experts
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, Fields
 from allspark_server.models.graph import Block, Graph, Part, Tensor
 from allspark_server.models.network import DeltaConfig, ExpertConfig, ModelConfig
+from allspark_server.models.vision import qwen_tower
 from allspark_server.weights.shard import Split
 
 
@@ -144,16 +145,17 @@ def _sized(fields: Fields) -> Fields:
 
 _COMMON: dict[str, Any] = {"head_dim": 256, "has_bias_fields": True, "partial_rotary": 0.25, "more": _more,
                            "layer_types": False, "draft_head": mtp_head(_layer)}
-_SEES: dict[str, Any] = {"translate": _text, "stored_as": "text_part"}
+_SEES: dict[str, Any] = {"translate": _text, "stored_as": "text_part",
+                         "tower": lambda fields: qwen_tower(fields, "Qwen3.5", "qwen3")}
 
 ARCHITECTURES = {
     "Qwen3NextForCausalLM": Architecture(qwen3_next, "qwen3_next", "Qwen3-Next", experts=_experts, **_COMMON),
     "Qwen3_5ForCausalLM": Architecture(qwen3_5, "qwen3_5_text", "Qwen3.5, Qwen3.6", **_COMMON),
-    "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5, "qwen3_5", "Qwen3.5, Qwen3.6 (text part)", **_SEES,
+    "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5, "qwen3_5", "Qwen3.5, Qwen3.6 that see", **_SEES,
                                                     **_COMMON),
     "Qwen3_5MoeForCausalLM": Architecture(qwen3_5, "qwen3_5_moe_text", "Qwen3.5 and Qwen3.6 with experts",
                                           experts=_experts, translate=_sized, **_COMMON),
     "Qwen3_5MoeForConditionalGeneration": Architecture(qwen3_5, "qwen3_5_moe",
-                                                       "Qwen3.5 and Qwen3.6 with experts (text part)",
+                                                       "Qwen3.5 and Qwen3.6 with experts that see",
                                                        experts=_experts, **_SEES, **_COMMON),
 }

@@ -39,16 +39,17 @@ from allspark_server.models import (
     qwen3,
     qwen3_moe,
     qwen3_next,
+    qwen_vl,
     seed_oss,
 )
 from allspark_server.models.architecture import Architecture
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
-FAMILIES = (qwen2, mimo, qwen3, llama, qwen2_moe, qwen3_moe, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss, phi3, glm,
-            glm4_moe, deepseek, dots1, minimax, gemma, olmo2, olmoe, exaone4, exaone_moe, arcee, afmoe, seed_oss,
-            granite, granite_hybrid, bamba, falcon_h1, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan, bert,
-            modernbert)
+FAMILIES = (qwen2, mimo, qwen3, llama, qwen2_moe, qwen3_moe, qwen_vl, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss,
+            phi3, glm, glm4_moe, deepseek, dots1, minimax, gemma, olmo2, olmoe, exaone4, exaone_moe, arcee, afmoe,
+            seed_oss, granite, granite_hybrid, bamba, falcon_h1, ernie, ernie_moe, hunyuan, qwen, chatglm, baichuan,
+            bert, modernbert)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

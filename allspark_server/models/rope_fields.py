@@ -27,13 +27,14 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float, partial: floa
         name, values = f"{name}.{FULL}", values[FULL]
     rope = Fields(values, fields.path, f"{name}.")
     kind = rope.get("rope_type", str) or rope.get("type", str, "default")
-    kind = "longrope" if kind in LONGROPE_ALIASES else kind
+    kind = "longrope" if kind in LONGROPE_ALIASES else "default" if kind == "mrope" else kind
     if kind not in kinds:
         raise rope.error("rope_type", f"is {kind!r}: known types are {', '.join(kinds)}")
     theta = rope.get("rope_theta", float, fields.get("rope_theta", float, default_theta))
     if not theta > 0:
         raise rope.error("rope_theta", f"is {theta}: it must be positive")
     common: dict[str, Any] = {"theta": theta, "dim": _rotated(fields, rope, head_dim, partial)}
+    common |= _sections(rope, (common["dim"] or head_dim) // 2)
     if kind == "default":
         return RopeConfig(**common)
     original = max_positions = fields.need_positive("max_position_embeddings", most=MAX_POSITIONS)
@@ -61,6 +62,17 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float, partial: floa
         beta_fast=rope.get("beta_fast", float) or RopeConfig.beta_fast,
         beta_slow=rope.get("beta_slow", float) or RopeConfig.beta_slow, mscale=rope.get("mscale", float, 0.0),
         mscale_all_dim=rope.get("mscale_all_dim", float, 0.0), truncate=rope.get("truncate", bool, True), **common)
+
+
+def _sections(rope: Fields, pairs: int) -> dict[str, Any]:
+    """How pairs are divided among time, height and width of a position; {} if they are not."""
+    sections = rope.get("mrope_section", list)
+    if sections is None:
+        return {}
+    right = len(sections) == 3 and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in sections)
+    if not right or sum(sections) != pairs:
+        raise rope.error("mrope_section", f"is {sections!r}: expected three numbers of pairs that add up to {pairs}")
+    return {"sections": tuple(sections), "interleaved": rope.get("mrope_interleaved", bool, False)}
 
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int, partial: float | None) -> int:

@@ -60,6 +60,7 @@ class Device:
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
     missing_ops: ClassVar[dict[str, str]] = {}
     classifies = True
+    sees = True             # takes images
     host_memory = True
     _library: Any  # the native library for the device
 
@@ -251,7 +252,7 @@ class Gpu(Device):
     latent_caches = UNQUANTIZED
     missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions",
                                              "pool_rows": "attention in both directions"}
-    classifies = False
+    classifies = sees = False
     cache_share = largest_cache_share = 0.95
     host_memory = False
 

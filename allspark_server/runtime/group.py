@@ -26,6 +26,7 @@ from .steps import DEPTH, Steps
 if TYPE_CHECKING:
     from .profile import Profile
     from .runner import ModelInfo
+    from .tower import TowerRunner
 
 logger = logging.getLogger(__name__)
 
@@ -151,13 +152,17 @@ class Group:
         """Rank 0's native Masks of a loaded model; None if it has none. `DEPTH` steps use its rows in turn."""
         return self.models.runners[name].masks
 
+    def tower(self, name: str) -> TowerRunner | None:
+        """Rank 0's vision tower of a loaded model; None if it takes no images."""
+        return self.models.runners[name].tower
+
     def held_spans(self) -> dict[bytes, int]:
         """Spans by key that the host cache of the last loaded model kept from an earlier process."""
         return self._held
 
     def submit(self, name: str, plan: bytes) -> None:
         """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
-        self._steps.submit(self.models.runners[name], name, plan, in_background=self.depth > 1)
+        self._steps.submit(self.models.stepping(name), name, plan, in_background=self.depth > 1)
         self._submitted.append((name, time.monotonic()))
 
     def collect(self) -> Any:
@@ -273,7 +278,7 @@ class SharedMemoryGroup(Group):
 
     def submit(self, name: str, plan: bytes) -> None:
         """See `Group.submit`."""
-        self._steps.submit(self.models.runners[name], name, plan, int(Command.STEP), pack_step(name, b""),
+        self._steps.submit(self.models.stepping(name), name, plan, int(Command.STEP), pack_step(name, b""),
                            self.depth > 1)
         self._submitted.append((name, time.monotonic()))
 

@@ -12,7 +12,9 @@ from allspark_server.runtime.native import native_library
 
 def check_ranks(graph: Graph, world: int) -> None:
     """Raises AllSparkError if the model has fewer than `world` units of something that is divided among ranks."""
-    wanted = [("query heads", graph.config.num_heads), ("units of its vocabulary", graph.vocab.units)]
+    wanted = [("query heads", graph.config.num_heads)]
+    if graph.config.vision is None:
+        wanted.append(("units of its vocabulary", graph.vocab.units))
     kinds = {"gated_delta": "key heads of layers with a state", "ssd": "groups of heads of layers with a state",
              "causal_conv": "units of channels of a convolution"}
     splits = [(name, graph.tensors[op.inputs[0]].blocks[0].split) for kind, name in kinds.items() for op in graph.ops

@@ -39,17 +39,20 @@ class RankModel:
     """
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int, device: Device,
-                 whole_histories: bool = False, adapters: bool = False, of: RankModel | None = None, layer: int = 0):
+                 whole_histories: bool = False, adapters: bool = False, of: RankModel | None = None, layer: int = 0,
+                 opened: OpenedModel | None = None):
         """Opens the model.
 
         path: of a checkpoint, or of an .asgraph file, whose weights are in weights_path. whole_histories: the cache
         keeps spans that are before attention windows. adapters: rows may have LoRA adapters. of: the model of whose
-        draft head to open layer `layer`; path is not used then. Raises AllSparkError if the model cannot be opened or
-        cannot be divided among `world` ranks.
+        draft head to open layer `layer`; path is not used then. opened: a vision tower, in place of a path. Raises
+        AllSparkError if the model cannot be opened or cannot be divided among `world` ranks.
         """
         self.config, self.rank, self.world = config, rank, world
         self._of = of
-        self.opened: OpenedModel = open_model(path, weights_path) if of is None else of.open_head(layer)
+        if opened is None:
+            opened = open_model(path, weights_path) if of is None else of.open_head(layer)
+        self.opened: OpenedModel = opened
         self.graph, self.source = self.opened.graph, self.opened.source
         has_eagle = of is None and config.speculation == "eagle"
         self.eagle = open_eagle(config.draft_model, self.opened) if has_eagle else None
@@ -58,6 +61,8 @@ class RankModel:
         self.draft_layers = int(has_eagle)
         if has_mtp:  # without a head, opening its first layer says so
             self.draft_layers = max(1, min(len(find_layers(self.opened)), native_library().MOST_DRAFT_LAYERS))
+        if not device.sees:
+            self.graph = self.graph.without_images()
         if whole_histories:
             self.graph = self.graph.with_whole_histories()
         #: the layers that adapters may change, by their numbers in the graph's ops
@@ -77,7 +82,7 @@ class RankModel:
         elif of is not None and of.eagle:
             self.unquantized = of.unquantized  # they share matrices
         self._choose_types(self.unquantized, device)
-        if of is None:
+        if of is None and self.graph.config.vision is None:
             self._warn_about_length()
             self._warn_about_unused()
         #: digest of the bytes that load() has read
@@ -132,7 +137,7 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{self.graph.config.architecture} is not available on GPUs: its layers have "
                                 f"{missing}, which only CPUs compute")
-        if not (self.graph.generates or device.classifies):
+        if not (self.graph.generates or device.classifies or self.graph.config.vision):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{self.graph.config.architecture} as a classifier or reranker is not available on "
                                 "GPUs: only CPUs compute models that generate no tokens")

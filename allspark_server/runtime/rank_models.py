@@ -23,10 +23,11 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 from .host_cache import pack_held
 from .native import DeviceLost
-from .steps import DEPTH, Steps
+from .steps import DEPTH, Stepping, Steps
 
 if TYPE_CHECKING:
     from .runner import ModelInfo, ModelRunner
+    from .tower import TowerRunner
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,11 @@ def raise_failures(answers: list[Answer]) -> None:
     raise first.exception("; ".join(f"rank {rank}: {a.message}" for rank, a in failed))
 
 
+def tower_name(model: str) -> str:
+    """The name under which ranks run the vision tower of a model. No model has it: their names have no NUL."""
+    return f"{model}\0vision"
+
+
 class LoadCancelled(RuntimeError):
     """The model was unloaded while it was loading."""
 
@@ -141,6 +147,7 @@ class RankModels:
         self._host, self._leads = host, leads
         self.rank, self.world, self.shared_memory, self.cpus = rank, world, shared_memory, cpus
         self.runners: dict[str, ModelRunner] = {}
+        self._towers: dict[str, TowerRunner] = {}   # by tower_name()
         self.info: ModelInfo | None = None      # of the last loaded model
         self.progress: Callable[[str, float, str], None] = lambda name, part, what: None
         self.part = 0.0     # how much of the last load's weights is loaded, 0…1
@@ -216,14 +223,20 @@ class RankModels:
         logger.debug("rank %d", self.rank, exc_info=error)
         return Answer.of_exception(error)
 
+    def stepping(self, name: str) -> Stepping:
+        """What runs the steps of a model, or of its vision tower. KeyError if there is none of this name."""
+        return self._towers[name] if name in self._towers else self.runners[name]
+
     def step(self, name: str, plan: bytes) -> None:
         """Compute a step on a rank other than 0. Rank 0 computes steps through `Group`.
 
         A GPU's step is queued behind the running one, so this returns once all earlier steps have ended. Raises
         StepError.
         """
-        if (runner := self.runners.get(name)) is None:
-            raise StepError(f"step of {name!r}") from KeyError(name)
+        try:
+            runner = self.stepping(name)
+        except KeyError as error:
+            raise StepError(f"step of {name!r}") from error
         self._queue.submit(runner, name, plan, in_background=runner.gpu is not None)
         self._queued.append((name, time.monotonic()))
         self.step_began = self.step_began or self._queued[0][1]
@@ -352,6 +365,8 @@ class RankModels:
         if cancelled.is_set():
             raise LoadCancelled(f"the load of model {name!r} was cancelled")
         self.info = runner.allocate_cache(num_spans, digests, host_spans)
+        if runner.tower is not None:
+            self._towers[tower_name(name)] = runner.tower
         self.placement = runner.placement
         return Answer(value=num_spans, held=pack_held(runner.held))
 
@@ -369,6 +384,7 @@ class RankModels:
         return Answer()
 
     def _unload(self, name: str) -> None:
+        self._towers.pop(tower_name(name), None)
         runner = self.runners.pop(name, None)
         if runner is not None:
             runner.close()

@@ -29,6 +29,7 @@ from allspark_server.runtime.profile import GpuRooflineMeter, Profile, Profiler,
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.steps import DEPTH
+from allspark_server.runtime.tower import TowerRunner
 from allspark_server.weights.checkpoint import model_hash
 from allspark_server.weights.loader import Progress
 
@@ -80,6 +81,8 @@ class ModelRunner:
         self._model: RankModel | None = None
         self._drafts: list[RankModel] = []      # a draft model, or the layers of a draft head
         self._draft_executors: list[Any] = []
+        #: the vision tower, once load() has opened the model; None if it takes no images
+        self.tower: TowerRunner | None = None
         self._profiler: Profiler | None = None
         self._meter: RooflineMeter | GpuRooflineMeter | None = None
         self._host_file: HostCacheFile | None = None
@@ -117,6 +120,9 @@ class ModelRunner:
             self._drafts = [RankModel(config, "", "", self.rank, self.world, device, of=model, layer=layer)
                             for layer in range(model.draft_layers)]
         models += self._drafts
+        if model.opened.tower is not None and device.sees:
+            self.tower = TowerRunner(config, model.opened.tower, self.rank, self.world, device,
+                                     bool(model.graph.config.rope.sections))
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
@@ -124,6 +130,8 @@ class ModelRunner:
         fixed = sum(shard.weight_bytes(device) for shard in models) + device.activation_bytes(model, *step)
         fixed += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
         fixed += config.engine_max_batch * sum(model.state_bytes(device))
+        if self.tower is not None:
+            fixed += self.tower.memory + (0 if self.rank else config.image_cache_memory)
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self._state_spans = model.state_spans(device)
         self.host_spans = self._count_host_spans()
@@ -136,6 +144,10 @@ class ModelRunner:
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
+        if self.tower is not None:
+            with memory_errors(f"loading the vision tower of model {config.model_name!r}"):
+                self.tower.load(device.draft_executor(self._executor, True))
+            self.digest += f" {self.tower.digest}"
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, *step)
         for draft in self._drafts:
@@ -189,7 +201,11 @@ class ModelRunner:
                         "adapter_dtype": model.adapter_dtype} if model.targets else {}
             self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executors,
                                   DEPTH * outputs, adapters)
-        hash_of_model = model_hash(model.opened, model.opened_formats, digests or [self.digest])
+        if self.tower is not None:
+            with memory_errors(f"allocating the memory of the vision tower of model {config.model_name!r}"):
+                self.tower.allocate()
+        seen = [self.tower.hash_facts] if self.tower is not None else []
+        hash_of_model = model_hash(model.opened, model.opened_formats, [*(digests or [self.digest]), *seen])
         if host_spans:
             with memory_errors(f"allocating the host cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
@@ -342,6 +358,8 @@ class ModelRunner:
         self._device = self._executor = None
         self._model = self._profiler = self._meter = None
         self._drafts, self._draft_executors = [], []
+        if self.tower is not None:
+            self.tower.close()
         for reservation in filter(None, self._adapter_memory.values()):
             reservation.release()
         if self._host_file is not None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .native import native_library
 
-if TYPE_CHECKING:
-    from .runner import ModelRunner
-
 DEPTH = 2  # the most steps submitted and not collected: the running one and the next one
+
+
+class Stepping(Protocol):
+    """What runs steps on a rank: a model, or its vision tower. `gpu`: the index of its GPU; None: CPUs compute."""
+
+    @property
+    def gpu(self) -> int | None:
+        """See the class."""
+
+    def step(self, plan: bytes) -> Any:
+        """Runs one step plan; returns the native StepResult."""
+
+    def submit(self, stepper: Any, plan: bytes, shared_memory: Any, kind: int, prefix: bytes) -> None:
+        """Has a native Stepper run a plan."""
 
 
 class Steps:
@@ -29,7 +40,7 @@ class Steps:
         self._stepper: Any = None
         self._collectors: deque[Callable] = deque()
 
-    def submit(self, runner: ModelRunner, name: str, plan: bytes, kind: int = 0, prefix: bytes = b"",
+    def submit(self, runner: Stepping, name: str, plan: bytes, kind: int = 0, prefix: bytes = b"",
                in_background: bool = True) -> None:
         """Queue a step of `runner`, whose model is called `name`.
 
@@ -69,7 +80,7 @@ class Steps:
         """Whether `collect` would not wait for a step on the native thread."""
         return self._stepper is None or self._stepper.idle
 
-    def _compute(self, runner: ModelRunner, plan: bytes, kind: int, prefix: bytes) -> Any:
+    def _compute(self, runner: Stepping, plan: bytes, kind: int, prefix: bytes) -> Any:
         if self._shared_memory is not None:
             self._shared_memory.publish(kind, prefix + plan)
         return runner.step(plan)

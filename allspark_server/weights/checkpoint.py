@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
+import math
 import os
 import re
 from collections import Counter
@@ -24,6 +25,7 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
 from allspark_server.models.registry import ARCHITECTURES
+from allspark_server.models.vision import build_tower
 from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
@@ -279,12 +281,32 @@ class TextPart(Renamed):
     """The text part of a multimodal checkpoint, with the names of a text-only checkpoint."""
 
     PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # transformers 4, and 5
-                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."),
-                ("mtp.", "mtp."))
+                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."), ("mtp.", "mtp."),
+                *((name, name) for name in ("model.layers.", "model.embed_tokens.", "model.norm.")))  # Qwen2-VL
 
     def __init__(self, source: Source):
         super().__init__(source, {own + name[len(prefix):]: name for prefix, own in self.PREFIXES
                                   for name in source.names() if name.startswith(prefix)})
+
+
+class VisionPart(Renamed):
+    """The vision tower of a multimodal checkpoint. The convolution that embeds patches is a matrix."""
+
+    PREFIXES = ("visual.", "model.visual.")
+    CONVOLUTIONS = ("patch_embed.proj.weight",)
+
+    def __init__(self, source: Source):
+        super().__init__(source, {name[len(prefix):]: name for prefix in self.PREFIXES for name in source.names()
+                                  if name.startswith(prefix)})
+
+    def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
+        tensor = super().get(name)
+        if name not in self.CONVOLUTIONS or len(tensor.shape) < 3:
+            return tensor
+        shape = tensor.shape[0], math.prod(tensor.shape[1:])
+        return dataclasses.replace(tensor, shape=shape, data=tensor.data if tensor.data is None else
+                                   tensor.data.reshape(shape))
 
 
 class BareEncoder(Renamed):
@@ -427,11 +449,14 @@ VIEWS: dict[str, Callable[[Source], Changed]] = {
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """The op list of a model and its weights. tokenizer_dir: the directory of tokenizer.json, None if there is none."""
+    """The op list of a model and its weights. tokenizer_dir: the directory of tokenizer.json, None if there is none.
+    tower: the vision tower; None if the model takes no images.
+    """
 
     graph: Graph
     source: Source
     tokenizer_dir: str | None
+    tower: OpenedModel | None = None
 
 
 def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, Any] | None = None) -> OpenedModel:
@@ -446,6 +471,9 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
         source = _quantized_source(source, path)
         try:
             config = read_config(path, rope_scaling)
+            tower = _open_tower(config, source)
+            if tower is None and config.tower is not None:
+                config = dataclasses.replace(config, tower=None)
             if view := ARCHITECTURES[config.architecture].stored_as:
                 source = VIEWS[view](source)
             if config.encoder and config.encoder.dense:
@@ -461,7 +489,7 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{path / 'config.json'} describes no network: {error}") from None
-        return OpenedModel(graph, source, _tokenizer(path))
+        return OpenedModel(graph, source, _tokenizer(path), tower)
     if not os.path.lexists(path):
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"model_path {model_path!r} does not exist: expected a Hugging "
                                                         "Face directory, a .gguf file or an .asgraph file")
@@ -470,6 +498,17 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
     graph = read_graph(path)
     source = ParamSource(Path(weights_path) if weights_path else path.with_suffix(".asparam"))
     return OpenedModel(graph, source, _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent))
+
+
+def _open_tower(config: ModelConfig, source: Source) -> OpenedModel | None:
+    """The vision tower of a checkpoint; None if it has none."""
+    if config.tower is None:
+        return None
+    part = VisionPart(source)
+    if not part.names():
+        logger.warning("%s has a vision_config, but no tensors of a vision tower: images are refused", source.where())
+        return None
+    return OpenedModel(quantized_graph(build_tower(config.tower), part), part, None)
 
 
 def _open_gguf(path: Path) -> OpenedModel:

@@ -498,8 +498,19 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
     config_class, model_class = _CLASSES[spec.family]
     fields = {**spec.fields, "eos_token_id": 2, "bos_token_id": 1}
     model = model_class(config_class(**fields))
-    gemma = spec.family.startswith("gemma")
-    offset = gemma or spec.family.startswith(("qwen3_next", "qwen3_5"))  # their norms are 1 + w
+    randomize(model, spec.family, seed)
+    model = model.to(getattr(torch, spec.dtype))
+    model.save_pretrained(directory, **({"max_shard_size": spec.shard} if spec.shard else {}))
+    if spec.architecture:
+        values = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**values, "architectures": [spec.architecture]}))
+    return directory
+
+
+def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
+    """Gives a model of a family random weights, scaled so that logits depend on the whole context."""
+    gemma = family.startswith("gemma")
+    offset = gemma or family.startswith(("qwen3_next", "qwen3_5"))  # their norms are 1 + w
     generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
@@ -517,21 +528,17 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
                 normal(parameter, 0.3)
             elif name.endswith("sinks"):
                 normal(parameter, 2.0)
-            elif spec.family == "gpt_oss" and "experts" in name:  # [experts, inputs, outputs]
+            elif family == "gpt_oss" and "experts" in name:  # [experts, inputs, outputs]
                 normal(parameter, 1.3 * parameter.shape[1] ** -0.5)
             elif "embed_tokens" in name or "embeddings" in name:
                 normal(parameter, 0.5 * (parameter.shape[-1] ** -0.5 if gemma else 1.0))  # which Gemma scales
+            elif parameter.dim() > 3:  # a convolution over patches
+                normal(parameter, parameter[0].numel() ** -0.5)
             else:
                 normal(parameter, 1.3 * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 normal(buffer, 0.2)
-    model = model.to(getattr(torch, spec.dtype))
-    model.save_pretrained(directory, **({"max_shard_size": spec.shard} if spec.shard else {}))
-    if spec.architecture:
-        values = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps({**values, "architectures": [spec.architecture]}))
-    return directory
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -292,6 +292,9 @@ class FakeGroup:
     def masks(self, name: str) -> None:
         return None
 
+    def tower(self, name):
+        return None
+
     def held_spans(self) -> dict[bytes, int]:
         return {}
 

@@ -1,0 +1,184 @@
+"""Vision towers: programs of their own, whose rows are the patches of an image and whose outputs are the embedding rows
+that a model takes in its place.
+
+Rows attend in both directions, within their image or within segments of it. `merge` adjacent rows make an output. The
+order of an image's rows is that of its processor (allspark_server/images).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allspark_server.models.blocks import gated_mlp, sliced_qkv
+from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE, Fields
+from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
+from allspark_server.models.network import EncoderConfig, ModelConfig, RopeConfig, VisionConfig
+from allspark_server.models.rotary import Rotary, rotary_of
+from allspark_server.weights.shard import Split
+
+MAX_PATCHES = 1 << 17   # of an image: a bound on what a configuration may ask for
+
+
+def build_tower(config: ModelConfig) -> Graph:
+    """The op list of a tower."""
+    assert config.vision is not None
+    return BUILDERS[config.vision.family](config)
+
+
+# -- Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 ---------------------------------------------------------------------------
+def _qwen(config: ModelConfig) -> Graph:
+    """Qwen's towers: layer or RMS norms, packed projections with biases, a rotary embedding of height and width, and
+    mergers of 2 x 2 patches.
+    """
+    vision = config.vision
+    assert vision is not None
+    graph = Graph(config)
+    _rotary_of_places(graph, config.head_dim)
+    x = _embed_patches(graph, "patch_embed.proj", vision.patch_bias)
+    if vision.side:
+        part = Part("pos_embed.weight", vision.side ** 2 * config.hidden_size)
+        graph.op("grid_embedding", x, weights=(graph.weight(Weight(part.tensor, (part,))),), side=vision.side)
+    merged: list[Tensor] = []
+    for layer in range(config.num_layers):
+        prefix = f"blocks.{layer}"
+        h = _norm(graph, x, f"{prefix}.norm1", vision)
+        qkv = graph.rope(sliced_qkv(graph, h, f"{prefix}.attn.qkv", bias=True))
+        segments: dict[str, Any] = {"segments": 1} if vision.window and layer not in vision.whole else {}
+        attended = graph.span_attention(qkv, layer, **segments)
+        graph.add(x, graph.row_parallel_linear(attended, f"{prefix}.attn.proj", graph.q_heads, True, out="branch"))
+        h = _norm(graph, x, f"{prefix}.norm2", vision)
+        graph.add(x, _mlp(graph, h, f"{prefix}.mlp", vision))
+        if layer in vision.taps:
+            merged.append(_merger(graph, x, f"deepstack_merger_list.{vision.taps.index(layer)}", vision, after=True))
+    outputs = _merger(graph, x, "merger", vision)
+    for more in merged:
+        outputs = graph.op("concat", outputs, more, out=f"outputs_of_{more.name}", blocks=outputs.blocks + more.blocks)
+    graph.hidden_states(outputs)
+    return graph
+
+
+def _rotary_of_places(graph: Graph, head_dim: int, theta: float = 10_000.0) -> None:
+    """A rotary embedding whose first half of the pairs turns with the height, and the second with the width, each with
+    the frequencies of half a head.
+    """
+    half = rotary_of(RopeConfig(theta=theta), head_dim // 2)
+    both = Rotary(head_dim, theta, [*half.inv_freq, *half.inv_freq])  # type: ignore[arg-type]
+    graph.rotary_table(both, temporal=0, height=head_dim // 4, width=head_dim // 4)
+
+
+def _embed_patches(graph: Graph, name: str, bias: bool) -> Tensor:
+    hidden, vision = graph.config.hidden_size, graph.config.vision
+    assert vision is not None
+    patches = graph.given_rows(vision.patch)
+    weight = graph.matrix(f"{name}.weight", hidden, vision.patch)
+    added = graph.weight(Weight(f"{name}.bias", (Part(f"{name}.bias", hidden),))) if bias else None
+    return graph.linear(patches, weight, added, out="x")
+
+
+def _norm(graph: Graph, x: Tensor, name: str, vision: VisionConfig, out: str = "normed") -> Tensor:
+    if vision.norm == "layer":
+        return graph.layer_norm(x, name, out)
+    width = sum(block.width for block in x.blocks)
+    weight = graph.weight(Weight(f"{name}.weight", (Part(f"{name}.weight", width),)))
+    return graph.op("rms_norm", x, weights=(weight,), out=out, eps=graph.config.rms_norm_eps)
+
+
+def _mlp(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig) -> Tensor:
+    if not vision.activation:
+        return gated_mlp(graph, x, prefix, bias=True)
+    first, last = ("linear_fc1", "linear_fc2") if vision.side else ("fc1", "fc2")
+    return _two_layers(graph, x, f"{prefix}.{first}", f"{prefix}.{last}", graph.intermediate, vision.activation,
+                       graph.config.hidden_size, "branch")
+
+
+def _two_layers(graph: Graph, x: Tensor, first: str, last: str, inner: Split, activation: str, outputs: int,
+                out: str) -> Tensor:
+    """last(activation(first(x))), the inner features divided among ranks."""
+    columns = sum(block.width for block in x.blocks)
+    weight = graph.matrix(f"{first}.weight", inner.width, columns, row_split=inner)
+    added = graph.weight(Weight(f"{first}.bias", (Part(f"{first}.bias", inner.width, inner),)))
+    hidden = graph.activate(graph.linear(x, weight, added, out=f"{out}_inner"), activation)
+    weight = graph.matrix(f"{last}.weight", outputs, inner.width, column_split=inner)
+    added = graph.weight(Weight(f"{last}.bias", (Part(f"{last}.bias", outputs),), first_rank_only=True))
+    return graph.all_reduce(graph.linear(hidden, weight, added, out=out))
+
+
+def _merger(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig, after: bool = False) -> Tensor:
+    """The outputs of `merge` adjacent rows each. after: the norm is of what is merged, not of each row."""
+    width = graph.config.hidden_size * vision.merge
+    first, last, norm = ("linear_fc1", "linear_fc2", "norm") if vision.side else ("mlp.0", "mlp.2", "ln_q")
+    if not after:
+        x = _norm(graph, x, f"{prefix}.{norm}", vision)
+    merged = graph.op("merge_rows", x, out="merged", blocks=(Block(width),), count=vision.merge, how="concat")
+    if after:
+        merged = graph.layer_norm(merged, f"{prefix}.{norm}", "merged_normed")
+    return _two_layers(graph, merged, f"{prefix}.{first}", f"{prefix}.{last}", _features(width), "gelu",
+                       vision.outputs, f"{prefix}.rows" if after else "outputs")
+
+
+def _features(width: int) -> Split:
+    unit = next(unit for unit in (32, 16, 8, 4, 2, 1) if width % unit == 0)
+    return Split(width // unit, unit)
+
+
+BUILDERS = {"qwen": _qwen}
+
+
+def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
+    value = fields.get(name, int, default)
+    if not 0 < value <= most:
+        raise fields.error(name, f"is {value!r}: it must be positive and at most {most}")
+    return value
+
+
+def tower_config(architecture: str, vision: VisionConfig, *, hidden: int, intermediate: int, layers: int, heads: int,
+                 eps: float) -> ModelConfig:
+    """The description of a tower's layers."""
+    return ModelConfig(
+        architecture=f"{architecture} (vision tower)", hidden_size=hidden, intermediate_size=intermediate,
+        num_layers=layers, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads, vocab_size=1,
+        rms_norm_eps=eps, max_position_embeddings=MAX_PATCHES, encoder=EncoderConfig("mean"), vision=vision).checked()
+
+
+def qwen_tower(fields: Fields, architecture: str, kind: str) -> ModelConfig:
+    """The tower of a Qwen checkpoint by its vision_config. kind: "qwen2", "qwen2.5" or "qwen3" (also Qwen3.5)."""
+    own = Fields(fields.need("vision_config", dict), fields.path, "vision_config.")
+    layers = _size(own, "depth", {"qwen3": 27}.get(kind, 32), MAX_LAYERS)
+    heads = _size(own, "num_heads", 16)
+    hidden = _size(own, "embed_dim", 1280) if kind == "qwen2" else _size(own, "hidden_size",
+                                                                         1152 if kind == "qwen3" else 3584)
+    if hidden % heads or hidden // heads % 4 or hidden // heads > MAX_HEAD_DIM:
+        raise own.error("num_heads", f"is {heads}: heads of {hidden} features must divide them into multiples of 4")
+    size = _size(own, "patch_size", 16 if kind == "qwen3" else 14, 1024)
+    channels = own.get("in_channels", int, own.get("in_chans", int, 3))
+    if channels != 3:
+        raise own.error("in_channels", f"is {channels}: only images of 3 channels are served")
+    patch = channels * _size(own, "temporal_patch_size", 2, 64) * size * size
+    merge = _size(own, "spatial_merge_size", 2, 16) ** 2
+    activation = own.get("hidden_act", str, {"qwen2": "quick_gelu", "qwen2.5": "silu"}.get(kind, "gelu_pytorch_tanh"))
+    served = {"qwen2": {"quick_gelu": "quick_gelu"}, "qwen2.5": {"silu": ""},
+              "qwen3": {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}}[kind]
+    if activation not in served:
+        raise own.error("hidden_act", f"is {activation!r}: served is {' or '.join(served)}")
+    common: dict[str, Any] = {"patch": patch, "merge": merge, "activation": served[activation]}
+    if kind == "qwen2":
+        vision = VisionConfig(outputs=_size(own, "hidden_size", 3584), **common)
+        intermediate = int(hidden * own.get("mlp_ratio", float, 4.0))
+    elif kind == "qwen2.5":
+        whole = tuple(own.get("fullatt_block_indexes", list, [7, 15, 23, 31]))
+        vision = VisionConfig(outputs=_size(own, "out_hidden_size", 3584), norm="rms", whole=whole,
+                              window=_size(own, "window_size", 112) // size, **common)
+        intermediate = _size(own, "intermediate_size", 3420)
+    else:
+        count = _size(own, "num_position_embeddings", 2304)
+        side = int(count ** 0.5 + 0.5)
+        if side * side != count:
+            raise own.error("num_position_embeddings", f"is {count}: expected the square of a number")
+        taps = tuple(own.get("deepstack_visual_indexes", list, []))
+        if any(not isinstance(tap, int) or not 0 <= tap < layers for tap in taps):
+            raise own.error("deepstack_visual_indexes", f"is {list(taps)}: expected layers of 0 to {layers - 1}")
+        vision = VisionConfig(outputs=_size(own, "out_hidden_size", 3584), side=side, taps=taps, patch_bias=True,
+                              **common)
+        intermediate = _size(own, "intermediate_size", 4304)
+    return tower_config(architecture, vision, hidden=hidden, intermediate=intermediate, layers=layers, heads=heads,
+                        eps=1e-6)

@@ -1,0 +1,102 @@
+"""The vision tower of a model on one rank: it computes images whole, or in parts between the steps of the model, whose
+threads it shares.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from allspark_client.config import AsModelConfig
+from allspark_client.types import AsCacheMode
+from allspark_server.runtime.rank_model import RankModel
+
+if TYPE_CHECKING:
+    from allspark_server.runtime.device import Device
+    from allspark_server.weights.checkpoint import OpenedModel
+    from allspark_server.weights.loader import Progress
+
+#: the most images of a step
+MAX_IMAGES = 16
+#: the most embedding rows of an image, if the model's configuration does not say otherwise
+MAX_IMAGE_TOKENS = 4096
+SPAN_SIZE = 32
+
+
+class TowerRunner:
+    """As ModelRunner, for a vision tower.
+
+    `rows`: the most patches of a step, which may be one image's; `tokens`: the most outputs. `vision`: the tower's
+    description. `rotary_parts`: whether its model turns rows by time, height and width of their positions.
+    """
+
+    gpu: int | None = None  # only CPUs compute towers
+
+    def __init__(self, config: AsModelConfig, opened: OpenedModel, rank: int, world: int, device: Device,
+                 rotary_parts: bool):
+        """`config`: the model's. Raises AllSparkError if the tower cannot be divided among `world` ranks."""
+        vision = opened.graph.config.vision
+        assert vision is not None
+        self.vision, self.rotary_parts = vision, rotary_parts
+        self.tokens = min(config.max_image_tokens or MAX_IMAGE_TOKENS, config.engine_max_length)
+        self.rows = self.tokens * vision.merge
+        own = copy.copy(config)
+        own.weight_dtype, own.weight_group_size = config.vision_weight_dtype, 0
+        own.speculation, own.cache_mode, own.lora_max_num = "off", AsCacheMode.AsCacheDefault, 0
+        own.engine_max_length, own.engine_max_batch, own.cache_span_size = self.rows, MAX_IMAGES, SPAN_SIZE
+        self._device = device
+        self._executor: Any = None
+        self._model = RankModel(own, "", "", rank, world, device, opened=opened)
+        self.spans = self.rows // SPAN_SIZE + MAX_IMAGES
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes on this rank: weights, activations, and keys and values of a step."""
+        return (self._model.weight_bytes(self._device) + self.spans * self._model.span_bytes(self._device)
+                + self._device.activation_bytes(self._model, self.rows, self.tokens))
+
+    @property
+    def digest(self) -> str:
+        """A digest of the weights that load() has read."""
+        return self._model.digest
+
+    @property
+    def hash_facts(self) -> str:
+        """What the bits of its outputs depend on besides the digest."""
+        formats = sorted((name, str(form)) for name, form in self._model.formats.items())
+        return repr((self._model.graph.config, formats, self._model.cache_dtype))
+
+    @property
+    def ops(self) -> int:
+        """The number of its ops: a step is cut between them."""
+        return len(self._model.graph.ops)
+
+    @property
+    def operations(self) -> tuple[float, float]:
+        """Operations of a patch, and of a pair of patches of one image, on all ranks: estimates for planning."""
+        graph, net = self._model.graph, self._model.graph.config
+        weights = sum(weight.elements_of(0, 1) for weight in graph.weights.values() if weight.is_matrix)
+        return 2.0 * weights, 4.0 * net.hidden_size * net.num_layers
+
+    def load(self, executor: Any, progress: Progress | None = None) -> None:
+        """Loads weights and ops into an executor that shares the model's threads."""
+        self._executor = executor
+        self._model.load(executor, progress)
+
+    def allocate(self) -> None:
+        """Allocates activations and the cache of a step."""
+        sizes = MAX_IMAGES, self.rows, SPAN_SIZE, self.spans
+        self._device.allocate(self._executor, self.rows, sizes, self._model.cache_dtype, self.tokens, [], 0, {})
+
+    def step(self, plan: bytes) -> Any:
+        """Runs one step plan without the GIL. Returns the native StepResult."""
+        assert self._executor is not None
+        return self._executor.step(plan, False)
+
+    def submit(self, stepper: Any, plan: bytes, shared_memory: Any, kind: int, prefix: bytes) -> None:
+        """See `ModelRunner.submit`."""
+        stepper.submit(self._executor, plan, shared_memory, kind, prefix, -1)
+
+    def close(self) -> None:
+        """Frees weights and memory."""
+        self._executor = None

@@ -1,0 +1,126 @@
+"""Tiny random checkpoints of models that see, their images, and what transformers computes for them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image as Pillow
+
+from allspark_client.images import Image
+from allspark_server.images import read_processor
+from support.checkpoints import VOCAB, _root, randomize
+from support.tiny_tokenizer import add_tokenizer
+
+MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+START, PAD, END = 3, 4, 5       # their ids in the tiny tokenizer
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+    "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXT = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 131,
+         "num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 2048}
+_IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 6}
+
+
+def _rope(sections: list[int], head_dim: int, **more: Any) -> dict[str, Any]:
+    assert sum(sections) == head_dim // 2
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}}
+
+
+#: by name: the model's type, its class, and the fields of its config.json
+CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2-vl": ("qwen2_vl", "Qwen2VLForConditionalGeneration", {
+        "text_config": {**_TEXT, **_rope([2, 3, 3], 16)},
+        "vision_config": {"depth": 3, "embed_dim": 48, "num_heads": 3, "hidden_size": 96, "mlp_ratio": 2,
+                          "patch_size": 6}}),
+    "qwen2.5-vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {
+        "text_config": {**_TEXT, **_rope([2, 3, 3], 16)},
+        "vision_config": {"depth": 4, "hidden_size": 80, "num_heads": 4, "intermediate_size": 103,
+                          "out_hidden_size": 96, "patch_size": 6, "window_size": 36, "fullatt_block_indexes": [2]}}),
+    "qwen3-vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration", {
+        "text_config": {**_TEXT, "head_dim": 20, **_rope([4, 3, 3], 20, mrope_interleaved=True)},
+        "vision_config": {"depth": 4, "hidden_size": 72, "num_heads": 3, "intermediate_size": 103,
+                          "out_hidden_size": 96, "patch_size": 6, "num_position_embeddings": 49,
+                          "deepstack_visual_indexes": [0, 2]}}),
+    "qwen3-vl-moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", {
+        "text_config": {**_TEXT, "head_dim": 16, "num_experts": 5, "num_experts_per_tok": 2,
+                        "moe_intermediate_size": 40, **_rope([4, 2, 2], 16, mrope_interleaved=True)},
+        "vision_config": {"depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96,
+                          "out_hidden_size": 96, "patch_size": 6, "num_position_embeddings": 16,
+                          "deepstack_visual_indexes": [1]}}),
+    "qwen3.5": ("qwen3_5", "Qwen3_5ForConditionalGeneration", {
+        "text_config": {**_TEXT, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_hidden_layers": 4,
+                        **_rope([2, 1, 1], 8, mrope_interleaved=True, partial_rotary_factor=0.25)},
+        "vision_config": {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96,
+                          "out_hidden_size": 96, "patch_size": 6, "num_position_embeddings": 25}}),
+}
+
+
+@functools.lru_cache(None)
+def checkpoint(name: str) -> Path:
+    """Writes a checkpoint of CONFIGS with tokenizer, template and image processor; returns its directory."""
+    kind, architecture, fields = CONFIGS[name]
+    config = transformers.AutoConfig.for_model(kind, **fields, **_IDS, tie_word_embeddings=False)
+    model = getattr(transformers, architecture)(config).eval()
+    randomize(model, kind, zlib.crc32(name.encode()))
+    directory = _root() / f"vision-{name}"
+    model.save_pretrained(directory)
+    add_tokenizer(directory, VOCAB, MARKS)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    (directory / "preprocessor_config.json").write_text(json.dumps(
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 6, "merge_size": 2, "temporal_patch_size": 2,
+         "min_pixels": 144, "max_pixels": 40_000, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    return directory
+
+
+def picture(height: int, width: int, seed: int = 0) -> Image:
+    """A random PNG of this size."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Pillow.fromarray(pixels).save(file, "PNG")
+    return Image(file.getvalue())
+
+
+class Reference:
+    """transformers' model of a checkpoint, with the patches of this project's processor."""
+
+    def __init__(self, name: str):
+        directory = checkpoint(name)
+        self.model = getattr(transformers, CONFIGS[name][1]).from_pretrained(directory, dtype=torch.float32).eval()
+        found = read_processor(directory, json.loads((directory / "config.json").read_text()))
+        assert found is not None
+        self.processor = found
+
+    def inputs(self, ids: list[int], images: list[Image]) -> dict[str, torch.Tensor]:
+        """The arguments of the model for a prompt, whose images are expanded already."""
+        found = self.processor.process(images)
+        given = {"input_ids": torch.tensor([ids]),
+                 "mm_token_type_ids": (torch.tensor([ids]) == PAD).to(torch.int32)}
+        if found:
+            given["pixel_values"] = torch.from_numpy(np.concatenate([image.patches for image in found]))
+            given["image_grid_thw"] = torch.tensor([image.grid for image in found])
+        return given
+
+    def logits(self, ids: list[int], images: list[Image]) -> np.ndarray:
+        """Logits of all positions, [positions, vocabulary]."""
+        with torch.no_grad():
+            return self.model(**self.inputs(ids, images)).logits[0].float().numpy()
+
+    def greedy(self, ids: list[int], images: list[Image], count: int) -> tuple[list[int], np.ndarray]:
+        """`count` tokens, and the logits that each was chosen from."""
+        with torch.no_grad():
+            found = self.model.generate(**self.inputs(ids, images), max_new_tokens=count, min_new_tokens=count,
+                                        do_sample=False, output_logits=True, return_dict_in_generate=True)
+        return found.sequences[0, len(ids):].tolist(), torch.cat(found.logits).float().numpy()
