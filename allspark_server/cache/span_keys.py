@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import Protocol
 
 _DIGEST_SIZE = 16
 
@@ -32,8 +33,16 @@ def of_state(key: bytes, part: int) -> bytes:
     return bytes((key[0] ^ 0xFF, key[1] ^ (part & 0xFF), key[2] ^ (part >> 8 & 0xFF), key[3] ^ (part >> 16))) + key[4:]
 
 
+class Images(Protocol):
+    """The images of a prompt."""
+
+    def content(self, begin: int, end: int) -> bytes:
+        """What identifies the images that positions [begin, end) show."""
+
+
 class SpanKeys:
-    """A hash chain: a span's key is the hash of its token ids and of the key of the span before it.
+    """A hash chain: a span's key is the hash of its token ids, of the images that it shows, and of the key of the span
+    before it.
 
     The chain's root covers the request's salt, so requests share spans only within one salt. It also covers what the
     rotary embedding depends on: with dynamic scaling, the prompt's length if that is above the original length; with
@@ -62,10 +71,13 @@ class SpanKeys:
             length = 1
         return hashlib.blake2b(struct.pack("<q", length) + salt.encode(), digest_size=_DIGEST_SIZE).digest()
 
-    def extend(self, keys: list[bytes], root: bytes, tokens: Sequence[int], count: int) -> None:
-        """Appends to `keys` (the chain of `tokens` so far) until it has `count` keys."""
+    def extend(self, keys: list[bytes], root: bytes, tokens: Sequence[int], count: int, images: Images | None = None
+               ) -> None:
+        """Appends to `keys` (the chain of `tokens` so far) until it has `count` keys. `images`: those of the tokens."""
         size = self.span_size
         for index in range(len(keys), count):
             parent = keys[-1] if keys else root
             data = parent + self._pack(*tokens[index * size : (index + 1) * size])
+            if images is not None:
+                data += images.content(index * size, (index + 1) * size)
             keys.append(hashlib.blake2b(data, digest_size=_DIGEST_SIZE).digest())

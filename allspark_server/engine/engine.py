@@ -244,6 +244,7 @@ class Engine(AbstractEngine):
         model.queue.reserve(spec.tenant, samples, size)  # before the work of reading the prompt
         try:
             prepared = model.input.prepare(spec, adapter)
+            dependency = dependency or prepared.dependency
             if dependency is None and self.handover is not None:
                 dependency = self.handover.dependency(model, prepared, spec)
             prepared.dependency = dependency

@@ -136,7 +136,7 @@ class EngineThread:
     def _loop(self) -> None:
         pipeline, resting = self._pipeline, False
         while True:
-            stepping = [model for model in self._models.values() if model.has_work]
+            stepping = [each for model in self._models.values() for each in model.stepping if each.has_work]
             idle = not stepping and not pipeline.busy
             if idle or resting or not self._commands.empty():
                 if idle and self._commands.empty():

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from allspark_client.chat import ChatOptions
@@ -27,15 +27,26 @@ from ..chat import ChatFormat, chat_format
 from ..chat.format import TAIL_IDS, opened_in, render, render_pair
 from ..guided import Guidance, Guide, ReasoningBudget, ReasoningTokens
 from ..runtime.plan import Flag, SamplingParams
-from ..scheduler import NO_ADAPTER, TOKEN_BYTES, PredictedText, Prediction, PromptOutputs, Sequence, StopRules
+from ..scheduler import (
+    NO_ADAPTER,
+    TOKEN_BYTES,
+    PredictedText,
+    Prediction,
+    PromptImages,
+    PromptOutputs,
+    Sequence,
+    StopRules,
+)
 from .adapters import Adapter
 from .quarantine import MAX_DEATHS
 from .queue_limits import SEQUENCE_BYTES
 from .threads import callers_only
 
 if TYPE_CHECKING:
+    from ..images import ImageInput
     from ..tokenizer.detokenizer import OutputText
     from ..tokenizer.tokenizer import Tokenizer
+    from .prompt_images import ImageStage
 
 #: how much longer a grammar may take that another server has accepted, perhaps on a faster machine
 _RESUMED_PATIENCE = 4
@@ -54,6 +65,16 @@ class Dependency:
     done: Future
 
 
+class Interest:
+    """Whether anybody still wants the results of a request. `ended`: nobody does."""
+
+    ended = False
+
+    def lasts(self) -> bool:
+        """The opposite of `ended`."""
+        return not self.ended
+
+
 @dataclass
 class PreparedRequest:
     """A request that was checked and tokenized.
@@ -63,7 +84,7 @@ class PreparedRequest:
     `prompt_logprobs`: the requested number of top log probabilities for each prompt token. `size`: bytes that all
     sequences take in this process. `deadline`: when it fails if it has not begun, on the monotonic clock. `deaths`: the
     number of servers lost while they ran it; `proven`: that is known to be true. `name`: the client's name for it.
-    `trace`: the traceparent it came with.
+    `trace`: the traceparent it came with. `interest`: tells of its end.
     """
 
     sequences: list[Sequence]
@@ -81,6 +102,7 @@ class PreparedRequest:
     tenant: str = ""
     adapter: Adapter | None = None
     trace: str = ""
+    interest: Interest = field(default_factory=Interest)
 
 
 class InputStage:
@@ -88,12 +110,12 @@ class InputStage:
 
     def __init__(
         self, info: ModelInfo, tokenizer: Tokenizer | None = None, keys: SpanKeys | None = None,
-        guide: Guide | None = None, own_templates: bool = False,
+        guide: Guide | None = None, own_templates: bool = False, images: ImageStage | None = None,
     ):
         """`keys`: names spans, if there is a prefix cache. `guide`: compiles grammars, if output can be constrained.
-        `own_templates`: whether requests may bring chat templates.
+        `own_templates`: whether requests may bring chat templates. `images`: of models that see.
         """
-        self.tokenizer, self._own_templates = tokenizer, own_templates
+        self.tokenizer, self._own_templates, self.images = tokenizer, own_templates, images
         self._info, self._keys, self._guide = info, keys, guide
         self._reasoning: dict[str, ReasoningTokens] = {}     # by chat format
         groups = SpanGroups(info.span_size, tuple(info.cache_windows))
@@ -101,17 +123,29 @@ class InputStage:
         self._cache_length = bisect.bisect_right(range(1, info.max_length + 1), info.num_spans, key=groups.needed)
 
     def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
-        """The prompt's ids; tokenizes a text or a chat.
+        """The prompt's ids, those of its images included; tokenizes a text or a chat.
 
         `bare`: text without the special tokens that the tokenizer adds. AllSparkError if the text is so long that it
         has certainly more tokens than the engine's maximum length.
         """
+        return self._read(spec, bare)[0]
+
+    def _read(self, spec: RequestSpec, bare: bool = False) -> tuple[list[int], list[ImageInput]]:
+        """As tokenize(), and the prompt's images."""
+        if not spec.images:
+            return self._text_ids(spec, bare), []
+        if self.images is None:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                                f"images: model {self._info.name!r} ({self._info.architecture}) takes no images")
+        if spec.text_pair is not None or spec.config.truncate_prompt_tokens is not None:
+            raise ValueError("images: a prompt with images has no text_pair and is not cut (truncate_prompt_tokens)")
+        return self.images.read(self._text_ids(spec, bare), spec.images, self._info.max_length)
+
+    def _text_ids(self, spec: RequestSpec, bare: bool) -> list[int]:
+        """The prompt's ids, with a placeholder for each image."""
         given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
         if len(given) != 1:
             raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
-        if spec.images and not self._info.sees_images:
-            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                                f"images: model {self._info.name!r} ({self._info.architecture}) takes no images")
         if spec.input_ids is not None:
             return spec.input_ids
         tokenizer, text = self._need_tokenizer(), spec.text or ""
@@ -174,7 +208,8 @@ class InputStage:
         form = None if spec.chat is None else chat_format(spec.chat.chat_format or info.chat_format or "plain")
 
         # Tokenize.
-        prompt = list(self.tokenize(spec))
+        prompt, images = self._read(spec)
+        prompt = list(prompt)
         if not prompt:
             raise ValueError("the prompt is empty; it needs at least one token")
         if config.pooling is not None and tokenizer is not None and config.truncate_prompt_tokens is not None:
@@ -216,11 +251,14 @@ class InputStage:
         # Make the sequences. A request in quarantine shares no spans with others.
         salt = scope(config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}",
                      adapter.digest if adapter is not None else "", spec.cache_scope)
-        root, chains = self._span_keys(salt, prompt, histories)
+        shown = self.images.place(prompt, images) if self.images is not None and images else None
+        root, chains = self._span_keys(salt, prompt, histories, shown)
         stop = StopRules(limit, frozenset(eos) if config.early_stopping else frozenset(),
                          tuple(tuple(word) for word in config.stop_words_ids))
         # The samples share the rules and the predicted text.
-        shared = TOKEN_BYTES * (sum(map(len, stop.stop_words)) + (len(predicted.ids) if predicted is not None else 0))
+        pictures = sum(image.patches.nbytes for image in images) + (shown.size if shown is not None else 0)
+        tokens = sum(map(len, stop.stop_words)) + (len(predicted.ids) if predicted is not None else 0)
+        shared = pictures + TOKEN_BYTES * tokens
         sequences: list[Sequence] = []
         for generated, sampling, guidance, chain in zip(histories, samplings, guidances, chains):
             sequences.append(
@@ -235,6 +273,7 @@ class InputStage:
                     prompt_outputs=None if sequences else prompt_outputs,  # one sample is enough
                     generates=config.pooling is None,
                     guidance=guidance,
+                    images=shown,
                     prediction=Prediction(predicted, len(prompt)) if predicted is not None else None,
                     tenant=spec.tenant,
                     extra=SEQUENCE_BYTES + len(sampling) + (0 if sequences else shared),
@@ -243,13 +282,16 @@ class InputStage:
                 )
             )
         timeout = config.queue_timeout if not longest else 0  # a resumed request has begun
+        dependency, interest = None, Interest()
+        if self.images is not None and shown is not None:
+            dependency = Dependency("images", self.images.compute(spec.cache_scope, images, shown, interest.lasts))
         return PreparedRequest(
             sequences, texts, sum(sequence.size for sequence in sequences),
             top_logprobs=config.top_logprobs if config.logprobs else -1, prompt_logprobs=config.prompt_logprobs or 0,
             pooling="last" if info.whole_texts and config.pooling else config.pooling,  # the model has pooled its rows
             deadline=time.monotonic() + timeout if timeout else math.inf, deaths=spec.deaths, proven=spec.proven,
             name=config.user_request_id or config.uuid or "", model=spec.model, tenant=spec.tenant, adapter=adapter,
-            trace=spec.trace
+            trace=spec.trace, dependency=dependency, interest=interest
         )
 
     def _with_pooling(self, config: GenerateConfig) -> GenerateConfig:
@@ -397,7 +439,7 @@ class InputStage:
         return texts
 
     def _span_keys(
-        self, salt: str, prompt: list[int], histories: list[list[int]]
+        self, salt: str, prompt: list[int], histories: list[list[int]], images: PromptImages | None
     ) -> tuple[bytes, list[list[bytes]]]:
         """The root of the hash chains, and the chain of each sample."""
         keys, size = self._keys, self._info.span_size
@@ -405,11 +447,11 @@ class InputStage:
             return b"", [[] for _ in histories]
         root = keys.root(salt, len(prompt))
         common: list[bytes] = []
-        keys.extend(common, root, prompt, len(prompt) // size)
+        keys.extend(common, root, prompt, len(prompt) // size, images)
         chains = [list(common) for _ in histories]
         for chain, generated in zip(chains, histories):
             if generated:
-                keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // size)
+                keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // size, images)
         return root, chains
 
     def _need_tokenizer(self) -> Tokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.config import AsModelConfig
@@ -13,14 +14,19 @@ from allspark_client.types import ModelInfo
 
 from ..chat import chat_format, chat_format_of, has_unknown_calls
 from ..guided import Guide
+from ..images import read_processor
+from ..weights.files import read_json
 from .adapters import AdapterLoader, check_lora
 from .device_memory import MemoryMover
 from .fingerprint import fingerprint
 from .handover import Records
+from .image_encoder import ImageEncoder
+from .prompt_images import ImageStage
 from .served_model import ServedModel
 
 if TYPE_CHECKING:
     from ..runtime.group import Group
+    from ..runtime.tower import TowerRunner
     from .engine_thread import EngineThread
     from .output import OutputStage
 
@@ -56,8 +62,9 @@ class ModelLoader:
             try:
                 info = self._thread.poll(lambda: self._poll_load(config))
                 masks = self._thread.call(lambda: self._group.masks(name))
+                tower = self._thread.call(lambda: self._group.tower(name))
                 model = open_model(config, info, self._output, self._group.held_spans(), masks,
-                                   self._thread.post_if_open)
+                                   self._thread.post_if_open, tower)
                 if model.host_cache is not None and config.host_cache_dir and self._group.one_host:
                     model.records = Records(config.host_cache_dir, name, info.ranks)
                 for lora in config.lora_names if adapters is None else adapters:
@@ -110,9 +117,9 @@ class ModelLoader:
 
 def open_model(
     config: AsModelConfig, info: ModelInfo, output: OutputStage, host_spans: dict[bytes, int] | None, masks: Any,
-    post: Callable[[Callable[[], None]], None],
+    post: Callable[[Callable[[], None]], None], tower: TowerRunner | None = None,
 ) -> ServedModel:
-    """A model with its checkpoint's tokenizer, chat format and grammar compiler. Any thread."""
+    """A model with its checkpoint's tokenizer, chat format and grammar compiler, and its vision tower. Any thread."""
     tokenizer = guide = None
     if info.tokenizer_dir:
         from ..tokenizer.tokenizer import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
@@ -127,4 +134,19 @@ def open_model(
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
     gpu = config.device_ids[0] if config.on_gpus else None
-    return ServedModel(config, info, tokenizer, fingerprint(info, gpu), output, host_spans, guide, masks, post)
+    images = _image_stage(config, tower, post) if tower is not None else None
+    info.sees_images = images is not None
+    return ServedModel(config, info, tokenizer, fingerprint(info, gpu), output, host_spans, guide, masks, post, images)
+
+
+def _image_stage(config: AsModelConfig, tower: TowerRunner, post: Callable[[Callable[[], None]], None]
+                 ) -> ImageStage | None:
+    """What a model with a vision tower does with images; None if its checkpoint does not say how they are prepared."""
+    processor = read_processor(config.model_path, read_json(Path(config.model_path, "config.json")))
+    if processor is None:
+        logger.warning("%s has a vision tower, but no preprocessor_config.json: model %r refuses images",
+                       config.model_path, config.model_name)
+        return None
+    processor.start()
+    return ImageStage(processor, ImageEncoder(config.model_name, tower, config.image_cache_memory, post),
+                      tower.rotary_parts)

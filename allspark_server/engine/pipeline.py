@@ -7,15 +7,19 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
 from ..runtime.group import Group
 from ..runtime.native import DeviceLost
-from ..scheduler import Sequence, Step
+from ..scheduler import Sequence
+from .image_encoder import ImageEncoder
 from .served_model import ServedModel
 from .threads import one_thread
+
+Stepping = ServedModel | ImageEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +30,8 @@ _ALONE_PART = 0.25  # of the time that steps of quarantined sequences get while 
 class _Running:
     """A step, submitted at `submitted` on the monotonic clock."""
 
-    model: ServedModel
-    step: Step
+    model: Stepping
+    step: Any   # a Step of a model, an EncoderStep of a vision tower
     submitted: float
 
 
@@ -37,7 +41,7 @@ class Pipeline:
     def __init__(self, group: Group):
         self._group = group
         self._running: deque[_Running] = deque()
-        self._last: ServedModel | None = None  # the model of the last submitted step
+        self._last: Stepping | None = None  # the model of the last submitted step
         self._alone_at = 0.0  # when a quarantined sequence may have the next step, on the monotonic clock
         self._ended = 0.0  # when the last collected step ended
 
@@ -47,7 +51,7 @@ class Pipeline:
         return bool(self._running)
 
     @one_thread
-    def advance(self, models: Iterable[ServedModel]) -> bool:
+    def advance(self, models: Iterable[Stepping]) -> bool:
         """Submits steps of models that have work, in turn. Collects the oldest step if the queue is full or no model
         has a step to submit. Returns False if nothing can be done now, since quarantined sequences must wait.
         """
@@ -75,11 +79,11 @@ class Pipeline:
         while any(running.step.masked for running in self._running):
             self._collect()
 
-    def _advance_alone(self, models: list[ServedModel]) -> bool:
+    def _advance_alone(self, models: list[Stepping]) -> bool:
         """Runs a step of a quarantined sequence while no other step runs, so that a crash has one possible cause.
         Returns False if it is the turn of other sequences, which get the most of the time.
         """
-        others = self._running or any(model.scheduler.has_others for model in models)
+        others = self._running or any(model.has_others for model in models)
         if others and time.monotonic() < self._alone_at:
             return False
         for model in models:
@@ -98,7 +102,7 @@ class Pipeline:
                 return True
         return False
 
-    def _submit(self, model: ServedModel, alone: Sequence | None = None) -> bool:
+    def _submit(self, model: Stepping, alone: Sequence | None = None) -> bool:
         try:
             step = model.plan() if alone is None else model.plan_alone(alone)
             if step is None:
@@ -124,7 +128,7 @@ class Pipeline:
             if model.failure is None:
                 self._fail(model, error)
 
-    def _fail(self, model: ServedModel, error: Exception) -> None:
+    def _fail(self, model: Stepping, error: Exception) -> None:
         """Fails a model after an internal error: its cache may differ from what the scheduler assumes."""
         logger.error("a step of model %r failed", model.name, exc_info=error)
         model.failure, model.lost = str(error) or type(error).__name__, isinstance(error, DeviceLost)

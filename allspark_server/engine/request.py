@@ -104,7 +104,7 @@ class Request:
         self.samples = self.unfinished = len(prepared.sequences)
         self.tenant, self.size = prepared.tenant, prepared.size
         self.deadline = prepared.deadline
-        self.ended = False
+        self._interest = prepared.interest
         self.done = threading.Event()
         self.status = GenerateRequestStatus.Init
         self.generated = 0
@@ -125,6 +125,15 @@ class Request:
         """Tells the sink that a step is about to run it alone."""
         if self.sink is not None:
             self.sink.on_begun(self.handle)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further step computes it."""
+        return self._interest.ended
+
+    @ended.setter
+    def ended(self, value: bool) -> None:
+        self._interest.ended = value
 
     @property
     def begun(self) -> bool:

@@ -21,8 +21,10 @@ from ..scheduler import FinishReason, Limits, QuarantineScheduler, Sequence, Sta
 from .adapters import Adapter, Adapters
 from .deadlines import Deadlines
 from .handover import HandoverCounters, Records
+from .image_encoder import ImageEncoder
 from .input_stage import InputStage
 from .output import Begun, End, OutputStage, StepOutput
+from .prompt_images import ImageStage
 from .quarantine import Quarantine
 from .queue_limits import QueueLimits
 from .request import Request
@@ -50,11 +52,11 @@ class ServedModel:
     def __init__(
         self, config: AsModelConfig, info: ModelInfo, tokenizer: Tokenizer | None, digest: str,
         output: OutputStage, host_spans: dict[bytes, int] | None = None, guide: Guide | None = None, masks: Any = None,
-        post: Callable[[Callable[[], None]], None] = lambda command: None,
+        post: Callable[[Callable[[], None]], None] = lambda command: None, images: ImageStage | None = None,
     ):
         """`digest`: the fingerprint. `host_spans`: spans by key that a persistent host cache holds from an earlier run.
         `guide`, `masks`: for constrained decoding, if it is available; `masks` is rank 0's native Masks. `post`: runs a
-        command on the engine's thread.
+        command on the engine's thread. `images`: of a model that sees.
         """
         self.config, self.info, self.fingerprint = config, info, digest
         self.name = info.name
@@ -87,7 +89,9 @@ class ServedModel:
         self._guide = guide if masks is not None else None
         self._masks = MaskWriter(masks, self._fail_constrained) if masks is not None else None
         info.max_characters = (tokenizer and tokenizer.longest_text(info.max_length)) or 0
-        self.input = InputStage(info, tokenizer, keys, self._guide, config.trust_request_chat_template)
+        self.input = InputStage(info, tokenizer, keys, self._guide, config.trust_request_chat_template, images)
+        #: what the pipeline computes of it: its own steps, and those of its vision tower
+        self.stepping: list[ServedModel | ImageEncoder] = [self] if images is None else [images.encoder, self]
         self._post = post
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
@@ -148,6 +152,11 @@ class ServedModel:
             self._output.flush()
             request.announced = now
         return sequence if now >= request.announced + ANNOUNCE_SECONDS else None
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any sequence outside quarantine runs or waits."""
+        return self.scheduler.has_others
 
     @property
     def has_quarantined(self) -> bool:
@@ -269,6 +278,8 @@ class ServedModel:
         """Ends the model's threads and processes, after its last step."""
         if self.records is not None:
             self.records.close()
+        if self.input.images is not None:
+            self.input.images.close()
         if self._masks is not None:
             self._masks.close()
         if self._guide is not None:

@@ -106,6 +106,10 @@ class ImageProcessor(ABC):
         are none; its text continues the image's name.
         """
 
+    def within(self, tokens: int) -> ImageProcessor:
+        """This processor with images of at most `tokens` embedding rows, if it can choose their size."""
+        return self
+
     def sequence(self, image: ImageInput) -> list[int]:
         """The ids of an image in a prompt."""
         return [self.token] * image.tokens

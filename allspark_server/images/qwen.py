@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -40,6 +40,11 @@ class QwenProcessor(ImageProcessor):
             grow = math.sqrt(least / (height * width))
             rows, columns = (math.ceil(length * grow / side) for length in (height, width))
         return rows * side, columns * side
+
+    def within(self, tokens: int) -> QwenProcessor:
+        """See ImageProcessor."""
+        most = min(self.max_pixels, tokens * (self.patch * self.merge) ** 2)
+        return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most)
 
     def _limits(self, image: EncodedImage) -> tuple[int, int]:
         """The least and the most pixels of an image. One that the image has overrides the other of the settings."""

@@ -5,6 +5,7 @@ results of the oldest one.
 """
 
 from .prediction import PredictedText, Prediction
+from .prompt_images import PlacedImage, PromptImages
 from .prompt_outputs import PromptOutputRows, PromptOutputs
 from .quarantine import QuarantineScheduler
 from .scheduler import Scheduler
@@ -20,8 +21,10 @@ __all__ = [
     "Limits",
     "Masked",
     "Outcome",
+    "PlacedImage",
     "PredictedText",
     "Prediction",
+    "PromptImages",
     "PromptOutputRows",
     "PromptOutputs",
     "QuarantineScheduler",

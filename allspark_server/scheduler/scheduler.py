@@ -313,6 +313,8 @@ class Scheduler(Completion):
         bisect.insort(self._prompts, sequence, key=_order_of)
         builder.admitted.append(sequence)
         builder.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
+        if sequence.images is not None:
+            builder.sections += sequence.images.begin(sequence.slot)
         self._spans.load_state(sequence)
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
         return self._plan_chunk(builder, sequence, count)

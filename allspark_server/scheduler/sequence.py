@@ -12,6 +12,7 @@ from .prompt_outputs import PromptOutputs
 if TYPE_CHECKING:
     from ..guided import Guidance
     from .prediction import Prediction
+    from .prompt_images import PromptImages
     from .tenants import Account
 
 NO_ADAPTER = -1
@@ -101,6 +102,7 @@ class Sequence:
     tenant: str = ""  # the tenant whose shares and limits count
     extra: int = 0  # bytes in this process, tokens not included
     guidance: Guidance | None = None  # its tokens are sampled under masks
+    images: PromptImages | None = None  # of its prompt
     prediction: Prediction | None = None  # drafts of a text that its output may resemble
     owner: Any = None  # not used by the scheduler
     blocked_on: str = ""  # what it waits for while it is BLOCKED

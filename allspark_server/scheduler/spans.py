@@ -120,7 +120,7 @@ class SequenceSpans:
                     sequence.root, sequence.keys = root, []
             # At least one row must be computed to sample from.
             full = 0 if sequence.outputs_every_row else (length - 1) // self._size
-            cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
+            cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full, sequence.images)
             keys = sequence.keys[:full]
             known = cache.match(keys, self.groups)
             hit = cache.match_state(keys, known, self.groups)
@@ -199,7 +199,7 @@ class SequenceSpans:
         if self.prefix_cache is None or full <= sequence.entered:
             return None
         begin, sequence.entered = sequence.entered, full
-        self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
+        self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full, sequence.images)
         for group, table in enumerate(sequence.spans):
             for index in range(begin, full):
                 self.prefix_cache.enter(in_group(sequence.keys[index], group), table[index])
@@ -286,7 +286,8 @@ class SequenceSpans:
 
     def _want_state(self, sequence: Sequence, position: int, leaves: bool) -> None:
         assert self._states is not None and self.prefix_cache is not None
-        self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, position // self._size)
+        self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, position // self._size,
+                                      sequence.images)
         self._states.want(sequence.slot, position, sequence.keys, leaves)
         sequence.checkpoint = position
 

@@ -79,11 +79,12 @@ class Step:
     masked: list[Masked] = field(default_factory=list)
     states: StateCopies | None = None  # made after `copies`
     predicted: bool = False  # whether any drafts come from a prediction
+    sections: list[tuple[int, np.ndarray]] = field(default_factory=list)  # of the plan, for images
 
     def encode(self) -> bytes:
         """The wire form of the step plan."""
-        sections = [(kind, copies.words()) for kind, copies in ((COPIES, self.copies), (STATES, self.states)) if copies]
-        return encode_plan(self.free, self.new, self.work, sections)
+        copies = [(kind, copies.words()) for kind, copies in ((COPIES, self.copies), (STATES, self.states)) if copies]
+        return encode_plan(self.free, self.new, self.work, [*copies, *self.sections])
 
 
 class StepResult(Protocol):

@@ -27,6 +27,7 @@ class StepBuilder:
         self.chunks: list[tuple[Sequence, int, int, int, list[list[int]]]] = []
         self.output_rows_left = MAX_STEP_PROBES  # prompt rows that may still get outputs
         self.new: list[NewSlot] = []
+        self.sections: list[tuple[int, np.ndarray]] = []  # of the plan, for images
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
         self.given: dict[int, list[int]] = {}  # drafts that grammars force or predictions hold, by slot
@@ -49,6 +50,8 @@ class StepBuilder:
             flags, outputs = wanted.flags, 1
         if sequence.generates and sequence.planned + count == len(sequence.tokens):
             flags, outputs = flags | SAMPLE, max(outputs, 1)
+        if sequence.images is not None:
+            self.sections += sequence.images.rows(sequence.slot, sequence.planned, sequence.planned + count)
         self.chunks.append((sequence, count, flags, outputs, sequence.take_unsent()))
         self.rows += count
         self.context += count * (2 * sequence.planned + count - 1) // 2
@@ -86,7 +89,7 @@ class StepBuilder:
         known = np.array([token for drafts in given.values() for token in drafts], np.int32)
         table = WorkTable(columns, known, [np.array(each, np.int32) for each in spans])
         return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, sampling, self.admitted,
-                    self.rows, self.context, copies, masked, states, self.predicted)
+                    self.rows, self.context, copies, masked, states, self.predicted, self.sections)
 
     def _give(self, columns: np.ndarray, decoding: int) -> dict[int, list[int]]:
         """Assigns given drafts to the first `decoding` items, no more than are planned. Returns them by item."""

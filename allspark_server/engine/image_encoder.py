@@ -1,0 +1,300 @@
+"""Computes the rows of images with a model's vision tower, between the model's steps, and keeps them.
+
+Rows are computed once while they are kept, by content and scope, whatever the batch. A large image is computed in
+parts, so that streams do not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from allspark_client.errors import AllSparkError, AsStatus
+
+from ..runtime.plan import (
+    PART,
+    SEGMENTS,
+    Flag,
+    NewSlot,
+    SamplingParams,
+    WorkItem,
+    WorkTable,
+    encode_plan,
+    positions_section,
+    rows_section,
+)
+from ..runtime.rank_models import tower_name
+from .threads import one_thread
+
+if TYPE_CHECKING:
+    from allspark_client.types import GenerateRequestStatus
+
+    from ..images import ImageInput
+    from ..runtime.tower import TowerRunner
+    from ..scheduler import Sequence
+
+#: seconds that a part of a step takes at most, about
+PART_SECONDS = 0.05
+#: operations a second that are assumed before the first image: it is cut into small parts
+_FIRST_RATE = 2e10
+_SAMPLING = SamplingParams(do_sample=False).encode()
+
+
+@dataclass(eq=False)
+class _Job:
+    """An image to compute. `wanted()`: whether a request still waits for it."""
+
+    key: tuple[str, bytes]
+    image: ImageInput
+    future: Future[np.ndarray] = field(default_factory=Future)
+    wanted: list[Callable[[], bool]] = field(default_factory=list)
+
+
+@dataclass
+class EncoderStep:
+    """A part of a step of the tower: its plan, and the images whose rows the last part gives."""
+
+    jobs: list[_Job]
+    part: int
+    parts: int
+    plan: bytes
+    masked: tuple[()] = ()      # as a step of a model that samples
+
+    def encode(self) -> bytes:
+        """The wire form of the step plan."""
+        return self.plan
+
+    @property
+    def last(self) -> bool:
+        """Whether it gives the results."""
+        return self.part + 1 == self.parts
+
+
+class ImageEncoder:
+    """The vision tower of a model as the pipeline sees it; `request` is for any thread.
+
+    `failure`: why it computes no more images, until its model is loaded again. `most_tokens`: the most embedding rows
+    of an image.
+    """
+
+    has_quarantined = has_others = False
+    lost = False
+
+    def __init__(self, model: str, tower: TowerRunner, most_bytes: int, wake: Callable[[Callable[[], None]], None]):
+        """`tower`: rank 0's. `most_bytes`: of rows that are kept without a request that needs them. `wake`: runs a
+        command on the engine's thread.
+        """
+        self.name = tower_name(model)
+        self.failure: str | None = None
+        self._model, self._vision, self._rows, self._most = model, tower.vision, tower.rows, most_bytes
+        self._operations, self.most_tokens, self._most_parts = tower.operations, tower.tokens, tower.ops
+        self._wake = wake
+        self._lock = threading.Lock()       # of the next three
+        self._kept: OrderedDict[tuple[str, bytes], np.ndarray] = OrderedDict()
+        self._bytes = 0
+        self._jobs: dict[tuple[str, bytes], _Job] = {}
+        self._queue: deque[_Job] = deque()      # on the engine's thread, as the rest
+        self._current: deque[EncoderStep] = deque()     # parts that are not planned yet
+        self._live = 0      # slots of the last step, which the next one frees
+        self._rate = 0.0    # operations a second; 0: not known yet
+        self.encoded = self.reused = 0      # images computed, and found
+
+    # --- any thread ---
+
+    def request(self, scope: str, image: ImageInput, wanted: Callable[[], bool]) -> Future[np.ndarray]:
+        """The rows of an image, float32 [tokens, width]. Requests of one `scope` share them. The image may be left out
+        once `wanted()` of all its requests is false.
+        """
+        key = (scope, image.digest)
+        with self._lock:
+            rows = self._kept.get(key)
+            if rows is not None:
+                self._kept.move_to_end(key)
+                self.reused += 1
+                found: Future[np.ndarray] = Future()
+                found.set_result(rows)
+                return found
+            job = self._jobs.get(key)
+            if job is not None:
+                job.wanted.append(wanted)
+                return job.future
+            job = self._jobs[key] = _Job(key, image, wanted=[wanted])
+        self._wake(lambda: self._queue.append(job))
+        return job.future
+
+    # --- the engine's thread ---
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step might be planned."""
+        return self.failure is None and bool(self._queue or self._current)
+
+    @one_thread
+    def plan(self) -> EncoderStep | None:
+        """The next part of a step."""
+        if not self._current:
+            self._begin()
+        return self._current.popleft() if self._current else None
+
+    def next_alone(self) -> Sequence | None:
+        """As of a model that samples: images are not quarantined."""
+        return None
+
+    def plan_alone(self, sequence: Sequence) -> EncoderStep | None:
+        """As of a model that samples."""
+        raise NotImplementedError
+
+    @one_thread
+    def complete(self, step: EncoderStep, result: Any, seconds: float) -> None:
+        """Takes the results of the oldest running part, which took `seconds`."""
+        rate = self._cost(step.jobs) / step.parts / max(seconds, 1e-6)
+        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
+        if not step.last:
+            return
+        hidden, begin = result.hidden, 0
+        for job in step.jobs:
+            rows = np.empty((job.image.tokens, hidden.shape[1]), np.float32)
+            order = _Order.of(job.image, self._vision)
+            rows[order.units] = hidden[begin:begin + job.image.tokens]
+            rows.flags.writeable = False
+            begin += job.image.tokens
+            self._keep(job, rows)
+
+    @one_thread
+    def end_all(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
+        """Fails the requests that wait for images."""
+        error = error or AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"model {self._model!r} was stopped")
+        with self._lock:
+            jobs, self._jobs = list(self._jobs.values()), {}
+        self._queue.clear()
+        self._current.clear()
+        for job in jobs:
+            if not job.future.done():
+                job.future.set_exception(error)
+
+    def release_masks(self) -> None:
+        """As of a model that samples: there are none."""
+
+    # --- internals ---
+
+    def _cost(self, jobs: list[_Job]) -> float:
+        """Operations that images take."""
+        row, pair = self._operations
+        return sum(row * len(job.image.patches) + pair * float(len(job.image.patches)) ** 2 for job in jobs)
+
+    def _begin(self) -> None:
+        """Plans a step with the next images that are still wanted: one, or several as long as they take no more than a
+        part of a step.
+        """
+        from ..runtime.tower import MAX_IMAGES
+
+        jobs: list[_Job] = []
+        rows = 0
+        while self._queue and len(jobs) < MAX_IMAGES:
+            job = self._queue[0]
+            if not any(wanted() for wanted in job.wanted):
+                self._queue.popleft()
+                self._drop(job)
+                continue
+            count = len(job.image.patches)
+            if jobs and (rows + count > self._rows or self._seconds([*jobs, job]) > PART_SECONDS):
+                break
+            jobs.append(self._queue.popleft())
+            rows += count
+        if not jobs:
+            return
+        parts = min(max(1, math.ceil(self._seconds(jobs) / PART_SECONDS)), self._most_parts)
+        plans = [self._plan(jobs, parts)]
+        plans += [encode_plan([], [], WorkTable.of([]), [(PART, [part, parts])]) for part in range(1, parts)]
+        self._current.extend(EncoderStep(jobs, part, parts, plan) for part, plan in enumerate(plans))
+
+    def _seconds(self, jobs: list[_Job]) -> float:
+        return self._cost(jobs) / (self._rate or _FIRST_RATE)
+
+    def _plan(self, jobs: list[_Job], parts: int) -> bytes:
+        from ..runtime.tower import SPAN_SIZE
+
+        new, work, span = [], [], 0
+        sections: list[tuple[int, Any]] = []
+        for slot, job in enumerate(jobs):
+            patches = job.image.patches
+            count, order = len(patches), _Order.of(job.image, self._vision)
+            spans = list(range(span, span + -(-count // SPAN_SIZE)))
+            span += len(spans)
+            new.append(NewSlot(slot, np.zeros(count, np.int32), _SAMPLING))  # type: ignore[arg-type]
+            work.append(WorkItem(slot, count, int(Flag.HIDDEN), spans=spans, outputs=count // self._vision.merge))
+            sections.append(positions_section(slot, order.places, 0))
+            if order.ends is not None:
+                sections.append((SEGMENTS, np.concatenate([np.array([slot], np.int32), order.ends])))
+            sections.append(rows_section(slot, 0, patches[order.rows]))
+        if parts > 1:
+            sections.append((PART, [0, parts]))
+        free, self._live = list(range(self._live)), len(jobs)
+        return encode_plan(free, new, WorkTable.of(work), sections)
+
+    def _keep(self, job: _Job, rows: np.ndarray) -> None:
+        with self._lock:
+            self._jobs.pop(job.key, None)
+            self.encoded += 1
+            if rows.nbytes <= self._most:
+                self._kept[job.key] = rows
+                self._bytes += rows.nbytes
+            while self._bytes > self._most:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        if not job.future.done():
+            job.future.set_result(rows)
+
+    def _drop(self, job: _Job) -> None:
+        """Leaves out an image that nobody waits for, unless a request has asked for it just now."""
+        with self._lock:
+            if any(wanted() for wanted in job.wanted):
+                self._queue.append(job)
+                return
+            self._jobs.pop(job.key, None)
+        job.future.cancel()
+
+
+@dataclass(frozen=True)
+class _Order:
+    """In which order the tower takes an image's patches. The processor has them in raster order of units, the patches
+    that are merged.
+
+    rows: int64 [patches], the processor's row of each of the tower's. units: int64 [outputs], likewise for outputs.
+    places: int32 [patches, 3], time, height and width of each row. ends: int32, where segments of attention end; None
+    for one.
+    """
+
+    rows: np.ndarray
+    units: np.ndarray
+    places: np.ndarray
+    ends: np.ndarray | None
+
+    @staticmethod
+    def of(image: ImageInput, vision: Any) -> _Order:
+        """The order for an image of a tower."""
+        frames, height, width = image.grid
+        side = math.isqrt(vision.merge)
+        shape = (frames, height // side, side, width // side, side)
+        places = np.indices(image.grid).reshape(3, -1).T.reshape(*shape, 3).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 3)
+        units, ends = np.arange(len(places) // vision.merge), None
+        if vision.window:
+            units, ends = _windows(frames, height // side, width // side, vision.window // side, vision.merge)
+        rows = (units[:, None] * vision.merge + np.arange(vision.merge)).reshape(-1)
+        return _Order(rows, units, np.ascontiguousarray(places[rows], np.int32), ends)
+
+
+def _windows(frames: int, height: int, width: int, side: int, merge: int) -> tuple[np.ndarray, np.ndarray]:
+    """The units of an image by windows of side x side units, and where each window's rows end: Qwen2.5-VL's
+    get_window_index.
+    """
+    index = np.arange(frames * height * width).reshape(frames, height, width)
+    windows = [index[t, y:y + side, x:x + side].reshape(-1) for t in range(frames) for y in range(0, height, side)
+               for x in range(0, width, side)]
+    return np.concatenate(windows), np.cumsum([merge * len(window) for window in windows]).astype(np.int32)

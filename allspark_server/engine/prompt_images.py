@@ -1,0 +1,104 @@
+"""From the images of a request to the rows that its prompt takes: what the input stage does of it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..scheduler import PlacedImage, PromptImages
+from .image_encoder import ImageEncoder
+
+if TYPE_CHECKING:
+    from allspark_client.images import Image
+
+    from ..images import ImageInput, ImageProcessor
+
+
+class ImageStage:
+    """The images of one model's requests. Any thread.
+
+    `encoder`: the model's vision tower.
+    """
+
+    def __init__(self, processor: ImageProcessor, encoder: ImageEncoder, rotary_parts: bool):
+        """`rotary_parts`: whether the model turns rows by time, height and width of their positions."""
+        self.encoder = encoder
+        self._processor = processor.within(encoder.most_tokens)
+        self._rotary_parts = rotary_parts
+
+    def read(self, ids: list[int], images: Sequence[Image], most_tokens: int) -> tuple[list[int], list[ImageInput]]:
+        """The ids of a prompt with those of its images, and the images. `most_tokens`: of the prompt. ValueError or
+        AllSparkError if one is wrong, or if they do not fit the prompt.
+        """
+        found = self._processor.process(images, most_tokens)
+        return self._processor.expand(ids, found), found
+
+    def place(self, ids: list[int], images: Sequence[ImageInput]) -> PromptImages:
+        """Where a prompt takes the rows of its images."""
+        places = np.flatnonzero(np.array(ids, np.int32) == self._processor.token).astype(np.int32)
+        ends = list(itertools.accumulate(image.tokens for image in images))
+        placed = []
+        for image, end in zip(images, ends):
+            own = places[end - image.tokens:end]
+            placed.append(PlacedImage(image.digest, int(own[0]), int(own[-1]) + 1, own))
+        if not self._rotary_parts:
+            return PromptImages(placed)
+        return PromptImages(placed, *rotary_positions(placed, [self._units(image) for image in images]))
+
+    def compute(self, scope: str, images: Sequence[ImageInput], placed: PromptImages,
+                wanted: Callable[[], bool]) -> Future[bool]:
+        """Has the vision tower compute the rows of images, which `placed` then has; done when it has all of them."""
+        done: Future[bool] = Future()
+        left, lock = len(images), threading.Lock()
+
+        def take(place: PlacedImage, found: Future[np.ndarray]) -> None:
+            nonlocal left
+            if found.cancelled():
+                done.cancel()
+            elif (error := found.exception()) is not None:
+                with lock:
+                    if not done.done():
+                        done.set_exception(error)
+            else:
+                place.rows = found.result()
+                with lock:
+                    left -= 1
+                    if not left and not done.done():
+                        done.set_result(False)
+
+        for image, place in zip(images, placed.images):
+            self.encoder.request(scope, image, wanted).add_done_callback(functools.partial(take, place))
+        return done
+
+    def close(self) -> None:
+        """Ends the processes that decode images."""
+        self._processor.close()
+
+    def _units(self, image: ImageInput) -> tuple[int, int, int]:
+        """Frames, rows and columns of an image's embedding rows."""
+        frames, height, width = image.grid
+        side = math.isqrt(len(image.patches) // image.tokens)
+        return frames, height // side, width // side
+
+
+def rotary_positions(images: Sequence[PlacedImage], grids: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, int]:
+    """The rotary positions (time, height, width), int32 [n, 3], of a prompt up to the end of its last image, and how
+    far those of later positions are ahead of their number: transformers' get_rope_index. grids: frames, rows and
+    columns of the images, whose rows are adjacent.
+    """
+    parts, end, following = [], 0, 0
+    for image, (frames, height, width) in zip(images, grids):
+        text = np.arange(following, following + image.first - end, dtype=np.int32)
+        following += image.first - end
+        grid = np.indices((frames, height, width)).reshape(3, -1).T
+        parts += [np.repeat(text[:, None], 3, 1), (following + grid).astype(np.int32)]
+        following += max(frames, height, width)
+        end = image.end
+    return np.concatenate(parts), following - end

@@ -1,0 +1,270 @@
+"""Prompts with images: logits and greedy output as transformers has them, and the same bits whatever else runs,
+wherever the prompt is cut, and whatever is cached.
+
+Runs in one process and in groups; -m "slow or not slow" runs all families and group sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from allspark_client import AllSparkError, AsModelConfig, GenerateConfig, GenerateRequestStatus
+from allspark_client.request import RequestSpec
+from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
+from support.invariance import bits
+from support.units import GPUS
+from support.vision import CONFIGS, END, PAD, START, Reference, checkpoint, picture
+
+pytestmark = pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
+slow = pytest.mark.slow
+NEW_TOKENS = 12
+ALWAYS = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "top_logprobs": 3}
+_names = (f"images-{i}" for i in itertools.count())
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """Random ids that are no marks of images."""
+    return np.random.default_rng((seed, length)).integers(10, VOCAB, length).tolist()
+
+
+def shown(*parts: int | list[int]) -> list[int]:
+    """The ids of a prompt: text, and a placeholder for each number."""
+    return [i for part in parts for i in (part if isinstance(part, list) else [START, PAD, END])]
+
+
+#: prompts and their images: one of a single unit, several in a row, 300 tokens between two, one longer than a chunk
+PROBES = [
+    (shown(text(7), 0, text(5)), [picture(12, 12)]),
+    (shown(0, text(1)), [picture(31, 200, 1)]),
+    (shown(text(40), 0, text(300), 1, 2, text(9)), [picture(50, 70, 2), picture(13, 90, 3), picture(120, 25, 4)]),
+    (shown(text(90), 0, text(33)), [picture(160, 190, 5)]),
+]
+OTHERS = [(text(3 + 23 * i, i + 1), []) for i in range(6)]
+
+
+@contextlib.contextmanager
+def installed(engine, model: str, **fields) -> Iterator[str]:
+    name = next(_names)
+    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **{
+        "num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 16,
+        "lora_max_num": 0, **fields}))
+    try:
+        engine.start_model(name)
+        yield name
+    finally:
+        engine.release_model(name)
+
+
+def start(engine, name, probe, **generate):
+    ids, images = probe
+    return engine.start_request(name, {"input_ids": ids, "images": images}, {**ALWAYS, "do_sample": False, **generate})
+
+
+def collect(results) -> tuple[list[int], list[str]]:
+    ids, logprobs = [], []
+    for elements in results:
+        ids += elements.ids_from_generate
+        logprobs += bits(elements.token_logprobs_list)
+    assert results.GenerateStatus() is GenerateRequestStatus.GenerateFinished
+    return ids, logprobs
+
+
+def run_alone(engine, name) -> list[tuple]:
+    return [collect(start(engine, name, probe, seed=i, do_sample=i % 2 == 0)[2]) for i, probe in enumerate(PROBES)]
+
+
+def run_together(engine, name) -> list[tuple]:
+    others = [start(engine, name, other)[2] for other in OTHERS[:3]]
+    probes = [start(engine, name, probe, seed=i, do_sample=i % 2 == 0)[2] for i, probe in enumerate(PROBES)]
+    others += [start(engine, name, other)[2] for other in OTHERS[3:]]
+    found = [collect(results) for results in probes]
+    for results in others:
+        collect(results)
+    return found
+
+
+_first: dict[tuple[int, str], list[tuple]] = {}
+
+
+def first_run(engine, model) -> list[tuple]:
+    """Each probe alone, in one chunk, without a prefix cache."""
+    key = (id(engine), model)
+    if key not in _first:
+        with installed(engine, model) as name:
+            _first[key] = run_alone(engine, name)
+    return _first[key]
+
+
+def some(chosen):
+    """Pairs of an engine and a model; those that are not chosen are marked slow."""
+    pairs = itertools.product(("engine", "client-2", "client-3"), CONFIGS)
+    return [pytest.param(*pair, marks=() if pair in chosen else slow) for pair in pairs]
+
+
+@pytest.fixture(scope="module")
+def references():
+    found = {}
+    return lambda name: found.setdefault(name, Reference(name))
+
+
+@pytest.mark.parametrize("where, model", some({
+    *(("engine", name) for name in CONFIGS), ("client-2", "qwen2.5-vl"), ("client-3", "qwen3-vl")}))
+def test_logits_and_greedy_output(request, engine_of, references, where, model):
+    """Log probabilities of the prompt's rows, behind images and between them, and of the output."""
+    engine, reference = engine_of(where), references(model)
+    count = 256 if request.config.getoption("markexpr").startswith("slow") else 24
+    with installed(engine, model, num_threads=0 if where == "engine" else 1) as name:
+        for prompt, images in PROBES[::2]:
+            *_, results = start(engine, name, (prompt, images), prompt_logprobs=4, max_new_tokens=count)
+            elements = list(results)
+            tokens = [i for element in elements for i in element.ids_from_generate]
+            ids = reference.processor.expand(prompt, reference.processor.process(images))
+            logits = reference.logits(ids, images)
+            normed = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            rows = [row for element in elements for row in element.prompt_logprobs_list]
+            assert len(rows) == len(ids) - 1
+            worst = max(abs(value - normed[i, token]) for i, row in enumerate(rows) for token, value in row)
+            assert worst <= 2 * LOGIT_TOLERANCE * logits.std()
+            expected, before = reference.greedy(ids, images, count)
+            for i, (found, wanted) in enumerate(zip(tokens, expected)):
+                if found != wanted:     # only where both are as likely
+                    assert before[i].max() - before[i, found] <= NEAR_TIE * before[i].std(), f"token {i}"
+                    break
+            else:
+                assert len(tokens) == count
+
+
+BITWISE = some({("engine", "qwen2.5-vl"), ("client-2", "qwen3-vl")})
+
+
+@pytest.mark.parametrize("where, model", BITWISE)
+def test_in_a_crowd_in_chunks_and_beside_cached_prefixes(engine_of, where, model):
+    engine = engine_of(where)
+    expected = first_run(engine, model)
+    with installed(engine, model, max_step_tokens=61, enable_prefix_cache=True, num_threads=0) as name:
+        assert run_together(engine, name) == expected
+        assert run_together(engine, name) == expected       # everything is cached
+        assert engine.get_as_engine_stat(name).prefix_cache_hit_token > 300
+        before, _ = PROBES[3]
+        collect(start(engine, name, (before[:80], []))[2])
+        assert run_together(engine, name) == expected       # before the image, in it, and behind it
+
+
+@pytest.mark.parametrize("where, model", BITWISE)
+def test_preempted(engine_of, where, model):
+    engine = engine_of(where)
+    fields = {"engine_max_length": 768, "max_step_tokens": 64}
+    with installed(engine, model, **{**fields, "engine_max_batch": 1}) as name:
+        info = engine.get_model_info(name)
+    memory = (info.num_spans + 2) * (info.cache_bytes // info.num_spans)
+    with installed(engine, model, cache_memory=memory, **fields) as name:
+        *_, grown = start(engine, name, (text(20), []), max_new_tokens=400, priority=1, n=3, do_sample=True, seed=1)
+        assert run_together(engine, name) == first_run(engine, model)
+        engine.sync_request(name)
+        assert engine.get_as_engine_stat(name).preempted_request > 0 and grown.GeneratedLength() == 3 * 400
+
+
+@pytest.mark.parametrize("model", ["qwen3-vl", *(pytest.param(name, marks=slow) for name in CONFIGS
+                                                 if name != "qwen3-vl")])
+def test_resumed(engine_of, model):
+    """As a client goes on elsewhere: by the ids, which hold those of the images, the tokens, and the images again."""
+    engine = engine_of("engine")
+    with installed(engine, model, engine_max_prefill_length=48, enable_prefix_cache=True) as name:
+        for i, ((prompt, images), whole) in enumerate(zip(PROBES, first_run(engine, model))):
+            config = GenerateConfig(**{**ALWAYS, "do_sample": i % 2 == 0, "seed": i})
+            spec = RequestSpec(name, input_ids=prompt, images=images, config=config)
+            _, handle, _ = engine._start(spec)
+            engine.release_request(name, handle)
+            for done in (1, NEW_TOKENS - 1):
+                again = RequestSpec(name, input_ids=spec.input_ids, images=images, config=config,
+                                    generated=whole[0][:done])
+                ids, logprobs = collect(engine._start(again)[2])
+                assert (ids, logprobs) == (whole[0][done:], whole[1][done:])
+
+
+def test_images_of_one_size_share_nothing_but_what_precedes_them(engine_of):
+    """Their prompts have equal ids."""
+    engine = engine_of("engine")
+    prompt, first, second = shown(text(64), 0, text(40)), picture(60, 60, 7), picture(60, 60, 8)
+    with installed(engine, "qwen3-vl") as name:
+        expected = [collect(start(engine, name, (prompt, [image]))[2]) for image in (first, second)]
+    assert expected[0] != expected[1]
+    with installed(engine, "qwen3-vl", enable_prefix_cache=True) as name:
+        for image, output in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
+            *_, results = start(engine, name, (prompt, [image]))
+            elements = list(results)
+            assert [i for each in elements for i in each.ids_from_generate] == output[0]
+        assert max(each.prefix_cache_len for each in elements) >= 64
+        *_, results = start(engine, name, (prompt, [picture(60, 60, 9)]))
+        assert max(each.prefix_cache_len for each in results) == 64
+
+
+def test_an_image_is_computed_once(engine_of):
+    engine = engine_of("engine")
+    with installed(engine, "qwen2-vl") as name:
+        encoder = engine.served_model(name).input.images.encoder
+        outputs = [collect(start(engine, name, probe)[2]) for probe in (PROBES[0], PROBES[0])]
+        assert outputs[0] == outputs[1] and (encoder.encoded, encoder.reused) == (1, 1)
+        both = [start(engine, name, PROBES[3])[2] for _ in range(3)]
+        assert len({tuple(collect(results)[1]) for results in both}) == 1 and encoder.encoded == 2
+    with installed(engine, "qwen2-vl", image_cache_memory=0) as name:
+        encoder = engine.served_model(name).input.images.encoder
+        assert [collect(start(engine, name, PROBES[0])[2]) for _ in range(2)] == outputs
+        assert encoder.encoded == 2
+
+
+def test_streams_go_on_while_an_image_is_computed(engine_of):
+    """A large image is computed in parts; steps of a stream run between them, and its bits are the same."""
+    engine = engine_of("engine")
+    expected = first_run(engine, "qwen2.5-vl")[3]
+    with installed(engine, "qwen2.5-vl") as name:
+        encoder = engine.served_model(name).input.images.encoder
+        encoder._rate = 1e5     # operations a second: a slow machine
+        planned = []
+        plan = encoder.plan
+        encoder.plan = lambda: planned.append(stream.GeneratedLength()) or plan()
+        *_, stream = start(engine, name, (text(10), []), max_new_tokens=600)
+        next(iter(stream))
+        assert collect(start(engine, name, PROBES[3], seed=3, do_sample=False)[2]) == expected
+        engine.sync_request(name)
+    parts = [length for length in planned if length < 600]
+    assert len(parts) > 20 and parts[-1] - parts[0] >= len(parts) // 2
+
+
+@pytest.mark.parametrize("dtype", ["int8", "w8a8", "bfloat16"])
+def test_quantized_towers(engine_of, dtype):
+    """Outputs stay near those of the tower as it is stored, and repeat bit by bit."""
+    engine, found = engine_of("engine"), []
+    for fields in ({}, {"vision_weight_dtype": dtype}):
+        with installed(engine, "qwen2.5-vl", **fields) as name:
+            *_, results = start(engine, name, PROBES[2], prompt_logprobs=0)
+            found.append(np.array([row[0][1] for element in results for row in element.prompt_logprobs_list]))
+            assert run_alone(engine, name) == run_together(engine, name)
+    difference = np.abs(found[0] - found[1])[50:]       # behind the first image
+    assert 0 < difference.mean() < 0.2
+
+
+@pytest.mark.parametrize("ids, images, reason", [
+    (shown(text(3), 0), [], None),
+    (text(5), [picture(20, 20)], "0 image placeholders .* and the request 1 images"),
+    (shown(0, 1), [picture(20, 20)], "2 image placeholders .* and the request 1 images"),
+    ([*text(3), PAD, PAD, PAD], [picture(24, 24)], "3 image placeholders"),
+    (shown(0), [picture(3, 700)], "longer side"),
+])
+def test_wrong_images_are_refused(engine_of, ids, images, reason):
+    engine = engine_of("engine")
+    with installed(engine, "qwen2-vl") as name:
+        if reason is None:      # a placeholder without an image is a token like others
+            collect(start(engine, name, (ids, images))[2])
+            return
+        with pytest.raises((AllSparkError, ValueError), match=reason):
+            start(engine, name, (ids, images))
+        assert engine.get_as_engine_stat(name).pendding_request == 0
