@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import warnings
 
 from PIL import Image, ImageOps, WebPImagePlugin  # noqa: F401 (Image.open finds WebP only if it is imported)
@@ -18,8 +19,9 @@ MAX_PIXELS = 3 << 24  # of a file: a photograph of 50 megapixels takes 400 MB wh
 STRIP_ROWS = 256  # converted at a time, so that there are no further copies of a large image
 KINDS = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF", b"RIFF": "WEBP"}
 
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 warnings.simplefilter("ignore")
-Image.MAX_IMAGE_PIXELS = None  # _check_size is stricter, and its error names the size
+warnings.simplefilter("error", Image.DecompressionBombWarning)  # from one time to two times as many
 
 _image: Image.Image | None = None  # of the request before, until one continues it
 
@@ -49,37 +51,38 @@ def _decoded(content: bytes) -> Image.Image:
         found = f"begins with the bytes {content[:8].hex(' ')}" if content else "is empty"
         raise _RefusedError(f"{found}: allowed are PNG, JPEG, WebP and GIF files")
     try:
-        if kind == "WEBP":
-            _check_size(_webp_size(content))  # Pillow's decoder takes the memory of all pixels when it opens a file
+        if kind == "WEBP" and (pixels := _webp_pixels(content)) > MAX_PIXELS:
+            raise _bomb(pixels)  # Pillow checks the size when its decoder has taken the memory for it
         image = Image.open(io.BytesIO(content), formats=[kind])
-        _check_size(image.size)
         image.load()
         _turn_upright(image)
         return _rgb(image)
     except (_RefusedError, MemoryError):
         raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _bomb(int(re.findall(r"\d+", str(error))[0])) from None
     except Image.UnidentifiedImageError:
         raise _RefusedError(f"is a broken {kind} file: its header cannot be read") from None
     except Exception as error:  # a broken file can cause any
+        if "out of memory" in str(error):
+            raise MemoryError from error
         raise _RefusedError(f"is a broken {kind} file: {str(error)[:200] or type(error).__name__}") from None
 
 
-def _check_size(size: tuple[int, int]) -> None:
-    width, height = size
-    if width * height > MAX_PIXELS:
-        raise _RefusedError(f"is too large, perhaps a decompression bomb: its header says {width} x {height} = "
-                            f"{width * height} pixels; at most {MAX_PIXELS} are allowed")
+def _bomb(pixels: int) -> _RefusedError:
+    return _RefusedError(f"is too large, perhaps a decompression bomb: its header says {pixels} pixels; at most "
+                         f"{MAX_PIXELS} are allowed")
 
 
-def _webp_size(content: bytes) -> tuple[int, int]:
-    """Width and height in the header of a WebP file (RFC 9649, 2.5 to 2.7)."""
+def _webp_pixels(content: bytes) -> int:
+    """Width times height in the header of a WebP file (RFC 9649, 2.5 to 2.7)."""
     kind, start = content[12:16], content[20:30].ljust(10, b"\0")
     if kind == b"VP8X":
-        return 1 + int.from_bytes(start[4:7], "little"), 1 + int.from_bytes(start[7:10], "little")
+        return (1 + int.from_bytes(start[4:7], "little")) * (1 + int.from_bytes(start[7:10], "little"))
     if kind == b"VP8L":
         bits = int.from_bytes(start[1:5], "little")
-        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
-    return int.from_bytes(start[6:8], "little") & 0x3FFF, int.from_bytes(start[8:10], "little") & 0x3FFF
+        return (1 + (bits & 0x3FFF)) * (1 + (bits >> 14 & 0x3FFF))
+    return (int.from_bytes(start[6:8], "little") & 0x3FFF) * (int.from_bytes(start[8:10], "little") & 0x3FFF)
 
 
 def _turn_upright(image: Image.Image) -> None:
