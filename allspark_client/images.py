@@ -257,7 +257,7 @@ def _of_part(part: dict[str, Any]) -> Image:
         url = source.get("url") if isinstance(source, dict) else source
         if not isinstance(url, str):
             raise wrong_type("image_url", source, "a dict such as {'url': 'data:image/png;base64,…'}")
-        return as_image(url, bounds[0], lower(bounds[1], pixels_of(detail)))
+        return as_image(url, bounds[0], lower_bound(bounds[1], pixels_of(detail)))
     given = [key for key in _SOURCES if part.get(key) is not None]
     if len(given) != 1:
         raise ValueError(f"it has {' and '.join(given)}; an image has one of {', '.join(_SOURCES)}")
@@ -278,6 +278,6 @@ def pixels_of(detail: Any) -> int:
     return DETAIL_PIXELS[detail]
 
 
-def lower(first: int, second: int) -> int:
+def lower_bound(first: int, second: int) -> int:
     """The lower of two bounds, of which 0 is none."""
     return min(first, second) if first and second else first or second

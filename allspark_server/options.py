@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass
 from typing import Any
@@ -28,6 +29,26 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 #: the help text of a flag of `allspark serve` and of `allspark http`
 OPEN_METRICS = ("GET /metrics of the HTTP server needs no token, for scrapers that have none, such as a gateway's "
                 "endpoint picker")
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_HOSTS_RULE = "hosts separated by commas, each a name, *.NAME or *"
+
+
+def image_hosts(text: str) -> list[str]:
+    """The hosts of --allow-image-hosts. Raises ValueError for what is none."""
+    hosts = [host.strip() for host in text.split(",")] if text else []
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise ValueError(f"{host!r} is no host; allowed: {_HOSTS_RULE}")
+    return hosts
+
+
+def _are_image_hosts(text: str) -> bool:
+    """Whether `image_hosts` can read it."""
+    try:
+        image_hosts(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -152,6 +173,13 @@ _file = functools.partial(_access, reads_file=True, worker=True)
 _logs = functools.partial(option, section="logs", ranks=EVERY_RANK, worker=True)
 _handover = functools.partial(option, section="prefill in other groups", ranks=FIRST_RANK)
 _limit = functools.partial(option, section="limits", metavar="N", ranks=FIRST_RANK)
+#: options of `allspark http`, and of `allspark serve` for the HTTP server beside the group
+allowed_image_hosts = functools.partial(
+    option, "", "fetch images that requests name by http and https URLs from these hosts, if their addresses are "
+    "public; *.NAME: all hosts below NAME, *: any host (default: none are fetched)", section="access",
+    metavar="HOST[,HOST...]", accepts=_are_image_hosts, rule=_HOSTS_RULE)
+largest_image = functools.partial(option, 0, "the largest image of a request, as an encoded file", section="limits",
+                                  metavar="N", implied=20)
 
 
 @dataclass
@@ -207,6 +235,8 @@ class WorkerOptions(ListenerOptions):
     store_mib: int = option(0, "how much they may take together; the oldest are deleted", section="store",
                             metavar="N", implied=4096, worker=True)
     max_file_mib: int = _limit(0, "the largest file that may be uploaded", implied=200, worker=True)
+    allow_image_hosts: str = allowed_image_hosts(worker=True)
+    max_image_mib: int = largest_image(worker=True)
     max_body_mib: int = _limit(0, "the largest request body that is accepted", implied=16, worker=True)
     pool: list[str] = option(list, "the address of a group, or dns:NAME:PORT or file:PATH for groups that come and go; "
                              "repeatable (default: $ALLSPARK_ADDRESS, or the address of a group without one)",

@@ -18,12 +18,13 @@ from allspark_client.types import TlsConfig
 from allspark_server import logs
 from allspark_server.access import Access, Role, pool_token
 from allspark_server.certificates import Certificates
-from allspark_server.options import WorkerOptions, add_arguments, options_of
+from allspark_server.options import WorkerOptions, add_arguments, image_hosts, options_of
 from allspark_server.runtime.binding import die_with_parent, raise_open_files, return_large_memory
 
 from .app import Application
 from .bodies import BodyReader
 from .call import HttpWorker
+from .image_urls import ImageFetcher
 from .jobs import Jobs
 from .metrics import Metrics
 from .pool import Pool
@@ -76,7 +77,8 @@ def main() -> None:
                         certificates=certificates, alive_fd=a.alive_fd, wait_limit=a.wait_limit, heartbeat=a.heartbeat,
                         origins=frozenset(a.allow_origin), strict_fields=a.strict_fields,
                         open_endpoints=frozenset({"metrics"} if a.open_metrics else ()),
-                        max_file_bytes=a.max_file_mib << 20)
+                        max_file_bytes=a.max_file_mib << 20,
+                        images=ImageFetcher(image_hosts(a.allow_image_hosts), a.max_image_mib << 20))
     if a.store:
         worker.jobs = Jobs(Store(open_database(a.store), 86400 * a.store_days, a.store_mib << 20))
     # One thread serves; the others, of the connections to the pool, must not make it wait long.

@@ -73,7 +73,8 @@ class Share:
     def __exit__(self, *_: object) -> None:
         self._bodies.release(self._client, self._size)
 
-    def _take(self, size: int) -> None:
+    def take(self, size: int) -> None:
+        """Counts `size` further bytes. Raises ApiError (503) if there are too many."""
         self._size += size
         self._bodies.hold(self._client, size)
 
@@ -104,7 +105,7 @@ class Share:
                 if size > limit:
                     raise _too_large(f"is larger than the {limit} bytes")
                 pause = self._bodies.allowances.take(self._client, len(chunk))
-                self._take(len(chunk) * (_ASCII_COST if chunk.isascii() and b"\\u" not in chunk else _WIDE_COST))
+                self.take(len(chunk) * (_ASCII_COST if chunk.isascii() and b"\\u" not in chunk else _WIDE_COST))
                 try:
                     structure.take(chunk)
                 except ValueError as error:

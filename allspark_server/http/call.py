@@ -13,7 +13,7 @@ import time
 import traceback
 import urllib.parse
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from allspark_client.request import LARGE, RequestSpec
@@ -21,9 +21,10 @@ from allspark_client.types import ModelInfo
 from allspark_server.access import Client, Role
 from allspark_server.logs import log_http_request
 
-from .bodies import BodyReader, ClientDisconnected, Receive
+from .bodies import BodyReader, ClientDisconnected, Receive, Share
 from .choices import Choices
 from .errors import INTERNAL, ApiError
+from .image_urls import ImageFetcher
 from .metrics import Metrics
 from .pool import TURN_SECONDS, Answer, Pool
 from .rate_limits import RateLimits
@@ -45,6 +46,9 @@ _LOOK_SECONDS = 1.0
 _GROUP_SECONDS = 0.2
 #: characters of a piece of an answer
 PIECE = 1 << 16
+#: the memory that a fetched image takes, in multiples of its size: as it arrives, whole, in the message for the pool,
+#: and as that is sent
+_IMAGE_COST = 4
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
                  (b"x-accel-buffering", b"no")]
@@ -78,6 +82,8 @@ class HttpWorker:
     #: the store and the work on what is in it; None: this server keeps nothing
     jobs: Jobs | None = None
     max_file_bytes: int = 200 << 20
+    #: fetches images that requests name by URL
+    images: ImageFetcher = field(default_factory=ImageFetcher)
 
     def __post_init__(self) -> None:
         self.limits = RateLimits(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
@@ -128,6 +134,7 @@ class Call:
         self.generated: list[Choices] = []
         self.task: asyncio.Future[None] | None = None
         self.body_size = 0
+        self.share: Share | None = None     # of the memory for bodies; None: of a call that has none
         self.wants_stream = False   # of events
         self.unknown = UnknownFields(worker.strict_fields)
         self.status = 0
@@ -206,6 +213,11 @@ class Call:
         answer = self.pool.generate(spec, self._wait_for_a_group if self.worker.wait_limit else None)
         self._answers.append(answer)
         return answer
+
+    def hold_image(self, size: int) -> None:
+        """Count a fetched image of `size` bytes as a part of the body. Raises ApiError (503) if that is too much."""
+        if self.share is not None:
+            self.share.take(_IMAGE_COST * size)
 
     def count_request(self) -> None:
         """Count the call for the limits of its key. Raises ApiError (429) if they do not allow it now."""
@@ -364,6 +376,7 @@ class Endpoint:
             with worker.bodies.share(call.tenant) as share:
                 form: Any = None
                 if self.form is not None:
+                    call.share = share
                     body = await share.read(scope, receive)
                     call.body_size = len(body)
                     form = parse(self.form, body, call.unknown)

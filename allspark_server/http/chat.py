@@ -15,6 +15,7 @@ from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages, plain_tools
 from .choices import DONE, fingerprint, ids_field, logprobs_json, prompt_field, timings, token_bytes, usage
 from .errors import bad_value, not_available
+from .images import read_images
 from .logprobs import chat_logprobs, chat_logprobs_json
 from .pieces import joined, json_list, json_object, quoted
 from .replies import ChatReplies, ChatReply, chat_spec, template_kwargs
@@ -74,6 +75,7 @@ async def chat(call: Call, request: ChatRequest) -> None:
         chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.add_generation_prompt,
                                              request.reasoning_effort),
         continue_final_message=request.continue_final_message, chat_template=request.chat_template)
+    await read_images(call, info, spec, request.mm_processor_kwargs)
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), wanted,
                    "max_tokens" if request.max_tokens else "max_completion_tokens")

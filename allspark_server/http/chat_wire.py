@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from .images import ImageSource, ImageUrl, ProcessorKwargs
 from .wire import CUT, INT32_MAX, Expression, Generation, JsonObject, Many, Metadata, Wire
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1, max_length=128), CUT]
@@ -24,6 +25,13 @@ class TextPart(Wire):
     text: str
 
 
+class ImagePart(Wire):
+    """An image in a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+
 class RefusalPart(Wire):
     """A refusal in a message of the assistant."""
 
@@ -31,8 +39,9 @@ class RefusalPart(Wire):
     refusal: str
 
 
-Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
-Content = str | Annotated[Many[TextPart], Field(min_length=1)]
+Seen = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
+Content = str | Annotated[Many[Seen], Field(min_length=1)]
 
 
 class SystemMessage(Wire):
@@ -102,11 +111,17 @@ Messages = Annotated[Many[Message], Field(min_length=1, max_length=4096)]
 
 
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages in the form of chat templates."""
+    """Messages in the form of chat templates, with images as `read_images` takes them."""
     plain_chat = []
-    for message in messages:
+    for i, message in enumerate(messages):
         plain = message.model_dump(exclude_none=True, exclude={
-            "refusal": True, "annotations": True, "tool_calls": {"__all__": {"index"}}})
+            "content": True, "refusal": True, "annotations": True, "tool_calls": {"__all__": {"index"}}})
+        if isinstance(message.content, list):
+            plain["content"] = [
+                ImageSource.of_url(f"messages[{i}].content[{j}].image_url", part.image_url).part()
+                if isinstance(part, ImagePart) else part.model_dump() for j, part in enumerate(message.content)]
+        elif message.content is not None:
+            plain["content"] = message.content
         if message.role == "developer":     # templates know only the older name
             plain["role"] = "system"
         if message.role == "assistant":
@@ -214,7 +229,7 @@ class Prediction(Wire):
     """A text that the answer is expected to resemble."""
 
     type: Literal["content"]
-    content: Content
+    content: str | Annotated[Many[TextPart], Field(min_length=1)]
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -246,6 +261,9 @@ class ChatRequest(Generation):
     ] = None
     timings_per_token: Annotated[
         bool | None, Field(description="llama-server's: the answer, of a stream its last chunk, has `timings`")
+    ] = None
+    mm_processor_kwargs: Annotated[
+        ProcessorKwargs | None, Field(description="vLLM's: the least and most pixels of images that set none")
     ] = None
     modalities: Many[Literal["text", "audio"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

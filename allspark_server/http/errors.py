@@ -170,17 +170,35 @@ def _indices(problem: ErrorDetails) -> list[int]:
     return [part for part in problem["loc"] if isinstance(part, int)]
 
 
+def _names_alternative(problem: ErrorDetails, i: int, at: dict[str, Any]) -> bool:
+    """Whether part `i` of a location is the type of the object `at`, as which it was tried, although a field has the
+    same name, as in {"type": "text", "text": …}.
+    """
+    part, rest = problem["loc"][i], problem["loc"][i + 1:]
+    if not rest or at.get("type") != part:
+        return False
+    inner = at.get(str(part))
+    return rest[0] == part or not isinstance(inner, (dict, list)) \
+        or (problem["type"] == "extra_forbidden" and rest[0] not in inner)
+
+
 def _path(problem: ErrorDetails, body: Any) -> str:
     """The path of a field, such as messages[0].content. A location also has the names of tried alternatives."""
     path = ""
     at = body
-    for part in problem["loc"]:
+    skipped = False     # an alternative's name, since the last field
+    for i, part in enumerate(problem["loc"]):
         if isinstance(part, int):
             path += f"[{part}]"
             at = at[part] if isinstance(at, list) and part < len(at) else None
+            skipped = False
         elif isinstance(at, dict) and (part in at or (problem["type"] == "missing" and part == problem["loc"][-1])):
+            if not skipped and _names_alternative(problem, i, at):
+                skipped = True
+                continue
             path += f".{part}" if path else part
             at = at.get(part)
+            skipped = False
     if problem["type"].startswith("union_tag_"):
         name = problem["ctx"]["discriminator"].strip("'")
         path += "." + ("type" if name.endswith("()") else name)

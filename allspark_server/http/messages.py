@@ -10,6 +10,7 @@ from allspark_server.chat import Content, Event, Reasoning, ToolCallArguments, T
 
 from .call import Call, new_id
 from .errors import bad_value, not_available
+from .images import read_images
 from .messages_wire import MessagesRequest, Prompt, ThinkingOn, messages_of, options_of, response_format_of
 from .pieces import quoted
 from .replies import ChatReplies, ChatReply, chat_spec
@@ -43,6 +44,7 @@ async def messages(call: Call, request: MessagesRequest) -> None:
         config.stop = request.stop_sequences
     config.response_format = response_format_of(request)
     spec = chat_spec(request.model, messages_of(request), config, **options_of(request))
+    await read_images(call, info, spec)
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), request.max_tokens, "max_tokens")
         replies = ChatReplies(call, answer, info)
@@ -55,8 +57,9 @@ async def messages(call: Call, request: MessagesRequest) -> None:
 async def count_tokens(call: Call, request: Prompt) -> None:
     """The number of tokens of a chat's prompt."""
     _check(request)
-    await call.model(request.model)
+    info = await call.model(request.model)
     spec = chat_spec(request.model, messages_of(request), GenerateConfig(), **options_of(request))
+    await read_images(call, info, spec)
     await call.reply({"input_tokens": len(await call.pool.tokenize(spec))})
 
 

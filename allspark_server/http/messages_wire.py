@@ -12,6 +12,7 @@ from pydantic import Field
 
 from .chat_wire import Effort, FunctionName
 from .errors import not_available
+from .images import ImageSource
 from .replies import effort_kwargs, function_call, function_choice
 from .wire import CUT, INT32_MAX, Body, JsonObject, Many, ModelName, Stop, Wire
 
@@ -37,6 +38,28 @@ class TextBlock(Block):
     citations: Many[JsonObject] | None = None
 
 
+class Base64Source(Wire):
+    """An image itself."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+    data: str
+
+
+class UrlSource(Wire):
+    """Where an image is."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Block):
+    """An image of a message."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
 class ToolUseBlock(Block):
     """A tool call of the assistant."""
 
@@ -46,12 +69,15 @@ class ToolUseBlock(Block):
     input: JsonObject
 
 
+SeenBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+
+
 class ToolResultBlock(Block):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Many[TextBlock] | None = None
+    content: str | Many[SeenBlock] | None = None
     is_error: bool | None = None
 
 
@@ -63,7 +89,7 @@ class ThinkingBlock(Wire):
     signature: str | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Field(discriminator="type")]
 
 
@@ -200,22 +226,30 @@ class MessagesRequest(Prompt):
 
 
 def messages_of(request: Prompt) -> list[dict[str, Any]]:
-    """The prompt as messages of a chat, in which each tool result is a message of its own."""
+    """The prompt as messages of a chat, in which each tool result is a message of its own; images are as `read_images`
+    takes them.
+    """
     chat: list[dict[str, Any]] = []
     if request.system:
         chat.append({"role": "system", "content": _text(request.system)})
-    for message in request.messages:
+    for i, message in enumerate(request.messages):
         if isinstance(message, AssistantMessage):
             chat.append(_assistant(message))
         elif isinstance(message.content, str):
             chat.append({"role": "user", "content": message.content})
         else:
-            texts = [block for block in message.content if isinstance(block, TextBlock)]
-            for block in message.content:
+            shown: dict[str, TextBlock | ImageBlock] = {}   # by place
+            for j, block in enumerate(message.content):
+                place = f"messages[{i}].content[{j}]"
                 if isinstance(block, ToolResultBlock):
-                    chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
-            if texts:
-                chat.append({"role": "user", "content": _text(texts)})
+                    parts = block.content if isinstance(block.content, list) else []
+                    content = _content({f"{place}.content[{k}]": part for k, part in enumerate(parts)})
+                    chat.append({"role": "tool", "tool_call_id": block.tool_use_id,
+                                 "content": block.content if isinstance(block.content, str) else content})
+                else:
+                    shown[place] = block
+            if shown:
+                chat.append({"role": "user", "content": _content(shown)})
     if chat[-1]["role"] == "assistant":
         raise not_available(f"messages[{len(request.messages) - 1}]",
                             "it does not continue an assistant's message: the last must be a user's")
@@ -241,6 +275,22 @@ def _text(content: str | list[TextBlock] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(block.text for block in content)
+
+
+def _content(blocks: dict[str, TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """Blocks, by their places, as the content of a message: a text if none is an image."""
+    texts = [block for block in blocks.values() if isinstance(block, TextBlock)]
+    if len(texts) == len(blocks):
+        return _text(texts)
+    parts = []
+    for place, block in blocks.items():
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        elif isinstance(block.source, UrlSource):
+            parts.append(ImageSource(f"{place}.source.url", block.source.url).part())
+        else:
+            parts.append(ImageSource(f"{place}.source.data", base64=block.source.data).part())
+    return parts
 
 
 def options_of(request: Prompt) -> dict[str, Any]:

@@ -24,14 +24,15 @@ async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
     """The entries of a model and, as in vLLM, of each of its aliases and adapters, which clients name like models.
 
     Those of a loaded model have the most tokens of prompt and output together, and the form of its tool calls and
-    reasoning, which is a guess where the chat template has tool calls of no known form.
+    reasoning, which is a guess where the chat template has tool calls of no known form, and whether they see images.
     """
     card: dict[str, Any] = {"id": model.name, "object": "model", "created": call.worker.started,
                             "owned_by": "allspark", "loaded": model.running}
     if model.running:
         info = await call.pool.info(model.name)
         card |= {"max_model_len": info.max_length, "chat_format": info.chat_format,
-                 "chat_format_guessed": info.chat_format_guessed, "task": task_of(info)}
+                 "chat_format_guessed": info.chat_format_guessed, "task": task_of(info),
+                 "capabilities": {"vision": info.sees_images}}
     further = [*model.aliases, *sorted(model.adapters)]
     return [each for each in (card, *({**card, "id": name, "parent": model.name} for name in further))
             if call.client.may_use(each["id"], model.name)]

@@ -33,7 +33,7 @@ _HEADERS = [
     (b"x-content-type-options", b"nosniff"),
 ]
 _INFO = ("name", "architecture", "max_length", "max_batch", "ranks", "isa", "weight_dtype", "cache_dtype",
-         "weight_bytes", "cache_bytes", "chat_format", "sampling_defaults")
+         "weight_bytes", "cache_bytes", "chat_format", "sees_images", "sampling_defaults")
 
 
 async def page(call: Call, _: None) -> None:

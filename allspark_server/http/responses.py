@@ -10,6 +10,7 @@ from allspark_server.access import Client
 
 from .call import Call, new_id
 from .errors import INTERNAL, ApiError, bad_value, not_available
+from .images import check_sees, read_images
 from .internal import scope_of
 from .jobs import MOST_RESPONSES, Jobs
 from .replies import ChatReplies, chat_spec, effort_kwargs
@@ -29,7 +30,7 @@ _REFUSED = {
     "access_programs": "it has none",
     "background_options": "it has none",
     "context_management": "it drops nothing of an input",
-    "image": "it takes and gives text",
+    "image": "its models make no images",
     "moderation": "it moderates nothing",
 }
 
@@ -97,6 +98,7 @@ async def _answer(call: Call, request: ResponsesRequest, earlier: list[Item], na
     spec = chat_spec(request.model, messages_of(request, earlier), config, tools=tools,
                      tool_choice=choice if tools else None, parallel_tool_calls=request.parallel_tool_calls,
                      chat_template_kwargs=kwargs or None)
+    await read_images(call, info, spec, request.mm_processor_kwargs)
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), request.max_output_tokens, "max_output_tokens")
         replies = ChatReplies(call, answer, info)
@@ -145,7 +147,9 @@ async def _known(call: Call, request: ResponsesRequest, earlier: list[Item]) -> 
     info = await call.model(request.model)
     config_of(request, info, request.max_output_tokens)
     tools, choice = tools_of(request)
-    chat_spec(request.model, messages_of(request, earlier), config_of(request, info, None), tools=tools,
+    messages = messages_of(request, earlier)
+    check_sees(info, messages)
+    chat_spec(request.model, messages, config_of(request, info, None), tools=tools,
               tool_choice=choice if tools else None)
     return info
 

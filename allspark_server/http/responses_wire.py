@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from .chat_wire import Effort, FunctionName, JsonFormat, JsonSchema, TextFormat
-from .errors import not_available
+from .errors import ApiError, not_available
+from .images import Detail, ImageSource, ImageUrl, ProcessorKwargs
 from .replies import function_call, function_choice
 from .wire import (
     CUT,
@@ -41,6 +42,16 @@ class InputText(Wire):
     text: str
 
 
+class InputImage(Wire):
+    """An image of an input."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: Detail | None = None
+    # Rejected with any value.
+    file_id: str | None = None
+
+
 class OutputText(Wire):
     """A text part of an earlier answer."""
 
@@ -64,7 +75,8 @@ class ReasoningText(Wire):
     text: str
 
 
-MessagePart = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+MessagePart = Annotated[InputText | InputImage | OutputText | Refusal, Field(discriminator="type")]
+CallOutput = Annotated[InputText | InputImage, Field(discriminator="type")]
 Status = Literal["in_progress", "completed", "incomplete"] | None
 
 
@@ -95,7 +107,7 @@ class CallOutputItem(Wire):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[Many[InputText], Field(min_length=1)]
+    output: str | Annotated[Many[CallOutput], Field(min_length=1)]
     id: str | None = None
     status: Status = None
 
@@ -238,6 +250,7 @@ class ResponsesRequest(Body):
     priority: Annotated[int | None, Field(ge=-INT32_MAX, le=INT32_MAX)] = None
     chat_template_kwargs: JsonObject | None = None
     # vLLM's fields of responses, as for chats.
+    mm_processor_kwargs: ProcessorKwargs | None = None
     stop: Stop | Stops | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: Annotated[
@@ -261,7 +274,7 @@ class ResponsesRequest(Body):
 
 def messages_of(request: ResponsesRequest, earlier: list[Item]) -> list[dict[str, Any]]:
     """The input as messages of a chat, after `earlier` items. The items of one answer (reasoning, text, calls) become
-    one message.
+    one message. Images are as `read_images` takes them.
     """
     chat: list[dict[str, Any]] = []
     if request.instructions is not None:
@@ -273,17 +286,18 @@ def messages_of(request: ResponsesRequest, earlier: list[Item]) -> list[dict[str
         if isinstance(item, MessageItem) and item.role != "assistant":
             answer = None
             role = "system" if item.role == "developer" else item.role
-            chat.append({"role": role, "content": _text(item.content)})
+            chat.append({"role": role, "content": _content(item.content, f"{place}.content")})
             continue
         if isinstance(item, CallOutputItem):
             answer = None
-            chat.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            chat.append({"role": "tool", "tool_call_id": item.call_id,
+                         "content": _content(item.output, f"{place}.output")})
             continue
         if answer is None or (isinstance(item, MessageItem) and answer["content"]):
             answer = {"role": "assistant", "content": ""}
             chat.append(answer)
         if isinstance(item, MessageItem):
-            answer["content"] = _text(item.content)
+            answer["content"] = _content(item.content, f"{place}.content")
         elif isinstance(item, CallItem):
             answer.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
         elif item.encrypted_content is not None and not item.content:
@@ -293,10 +307,27 @@ def messages_of(request: ResponsesRequest, earlier: list[Item]) -> list[dict[str
     return chat
 
 
-def _text(content: str | list[Any]) -> str:
+def _content(content: str | list[Any], place: str) -> str | list[dict[str, Any]]:
+    """The content of an item as that of a message: a text if no part is an image."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+    if not any(isinstance(part, InputImage) for part in content):
+        return "\n".join(map(_text, content))
+    return [_image(part, f"{place}[{i}]") if isinstance(part, InputImage) else {"type": "text", "text": _text(part)}
+            for i, part in enumerate(content)]
+
+
+def _text(part: Any) -> str:
+    return str(part.refusal if isinstance(part, Refusal) else part.text)
+
+
+def _image(part: InputImage, place: str) -> dict[str, Any]:
+    if part.file_id is not None:
+        raise not_available(f"{place}.file_id", "it takes images as 'image_url' alone, also as data URLs")
+    if part.image_url is None:
+        raise ApiError(400, f"Missing required parameter: '{place}.image_url'.", f"{place}.image_url",
+                       "missing_required_parameter")
+    return ImageSource.of_url(f"{place}.image_url", ImageUrl(url=part.image_url, detail=part.detail)).part()
 
 
 def tools_of(request: ResponsesRequest) -> tuple[list[dict[str, Any]] | None, Any]:

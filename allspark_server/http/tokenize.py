@@ -13,6 +13,7 @@ from allspark_server.json_structure import MAX_VALUES
 from .call import Call
 from .chat_wire import Messages, Tool, plain_messages, plain_tools
 from .completions import TokenId
+from .images import ProcessorKwargs, read_images
 from .logprobs import token_text
 from .pieces import json_list, json_object
 from .replies import chat_spec, template_kwargs
@@ -29,6 +30,7 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = None
     # Of chats, as in chats.
     tools: Annotated[Many[Tool], Field(min_length=1, max_length=1024)] | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
     chat_template: Expression | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
@@ -53,10 +55,12 @@ async def tokenize(call: Call, request: TokenizeRequest) -> None:
     info = await call.model(request.model)
     ids: list[int] = []
     if request.messages is not None:
-        ids = await call.pool.tokenize(chat_spec(
+        spec = chat_spec(
             request.model, plain_messages(request.messages), GenerateConfig(), tools=plain_tools(request.tools),
             chat_template=request.chat_template, continue_final_message=request.continue_final_message,
-            chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.add_generation_prompt)))
+            chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.add_generation_prompt))
+        await read_images(call, info, spec, request.mm_processor_kwargs)
+        ids = await call.pool.tokenize(spec)
     elif request.prompt:
         bare = request.add_special_tokens is False
         ids = await call.pool.tokenize(RequestSpec(request.model, text=request.prompt), bare)

@@ -16,6 +16,8 @@ from allspark_server.options import (
     Option,
     RankOptions,
     add_arguments,
+    allowed_image_hosts,
+    largest_image,
     option,
     options_of,
 )
@@ -76,6 +78,8 @@ class GroupOptions(RankOptions):
                        metavar="HOST:PORT")
     http_workers: int = option(1, "how many processes serve HTTP", metavar="N")
     open_metrics: bool = option(False, OPEN_METRICS, section="access")
+    allow_image_hosts: str = allowed_image_hosts()
+    max_image_mib: int = largest_image()
     hosts: str = option("", "spread the group over these hosts, of which this is one: a file with a line 'NAME' or "
                         "'NAME slots=N' for each, names separated by commas, or auto (the Slurm allocation, the "
                         "LeaderWorkerSet, or the host file of the Kubernetes MPI operator); there is one rank per "

@@ -31,28 +31,12 @@ from allspark_client.engine import request_spec
 from allspark_client.images import Image, as_image, take_images
 from support.fake_engine import FakeEngine
 from support.fake_service import serving, tokens, wait_until
+from support.pictures import data_url, encoded, pixels
 from support.versions import wire
-
-RNG = np.random.default_rng()
-
-
-def pixels(height: int = 0, width: int = 0) -> np.ndarray:
-    """Random pixels, of a random awkward size."""
-    return RNG.integers(0, 256, (height or RNG.integers(1, 40), width or RNG.integers(1, 40), 3), np.uint8)
-
-
-def encoded(array: np.ndarray, form: str = "PNG", **options) -> bytes:
-    file = io.BytesIO()
-    PIL.Image.fromarray(array).save(file, form, **options)
-    return file.getvalue()
 
 
 def decoded(image: Image) -> np.ndarray:
     return np.asarray(PIL.Image.open(io.BytesIO(image.content)).convert("RGB"))
-
-
-def data_url(content: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def chat_of(*parts) -> list[dict]:
@@ -307,8 +291,7 @@ def test_a_resumed_request_brings_its_images_again():
 
 
 def test_refusals():
-    noise = RNG.integers(0, 256, (300, 300, 3), np.uint8)
-    inputs = {"text": "look", "images": [noise]}
+    inputs = {"text": "look", "images": [pixels(300, 300)]}
     with serving() as (core, address), ClientEngine(address) as engine:
         for blind in (core, engine):
             assert not blind.get_model_info("m").sees_images

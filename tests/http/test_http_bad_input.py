@@ -91,6 +91,8 @@ COUNTED = {
     "messages": (1, "x", None, {}, [], [1], [{}], [{"role": "user"}], [{"role": "system", "content": "x"}],
                  [{"role": "user", "content": 1}], [{"role": "user", "content": []}],
                  [{"role": "user", "content": [{"type": "image"}]}], [{"role": "user", "content": [{"type": "text"}]}],
+                 [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "AA=="}}]}],
+                 [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/y"}}]}],
                  [*STORY, {"role": "assistant", "content": "x"}], STORY * 5000),
     "system": (1, [1], [{"type": "image"}]),
     "tools": (1, [1], [{}], [{"name": "f"}], [{**TOOL, "name": "a b"}], [{**TOOL, "type": "bash_20250124"}],
@@ -111,6 +113,7 @@ OWN = {name: GENERATION[name] for name in ("seed", "top_k", "min_p", "repetition
 OF_VLLM = {name: GENERATION[name] for name in (
     "stop", "include_stop_str_in_output", "ignore_eos", "min_tokens", "stop_token_ids", "presence_penalty",
     "frequency_penalty", "logit_bias", "skip_special_tokens", "structured_outputs")}
+PIXELS = (1, "x", [], {"max_pixels": 0}, {"max_pixels": "7"}, {"min_pixels": 2**31}, {"fps": 1})
 WRONG = {
     "/v1/messages/count_tokens": COUNTED,
     "/v1/messages": {
@@ -159,6 +162,7 @@ WRONG = {
         "background": (True, 1),
         "prompt": ({}, "x"),
         "chat_template_kwargs": (1, {"messages": 1}),
+        "mm_processor_kwargs": PIXELS,
         "nonsense": (1, None),
         **{name: ({}, "x") for name in (
             "access_programs", "background_options", "context_management", "image", "moderation")},
@@ -170,6 +174,8 @@ WRONG = {
                      [{"role": "user", "content": []}], [{"role": "user", "content": [{}]}],
                      [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": None}],
                      [{"role": "user", "content": "x", "more": 1}], [{"role": "user", "content": "x", "name": 1}],
+                     [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+                     [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,AA=="}]}],
                      [{"role": "tool", "content": "x"}], STORY * 5000),
         "max_completion_tokens": ("1", True, 1.5, 0, -1, 2**31),
         "logprobs": ("x", 1, [], {}),
@@ -193,6 +199,7 @@ WRONG = {
                             {"type": "json_object", "more": 1}),
         "chat_template_kwargs": (1, "x", [], {"messages": 1}),
         "chat_template": (1, "", "x"),
+        "mm_processor_kwargs": PIXELS,
         "reasoning_effort": (1, "much"),
         "add_generation_prompt": (1, "x"),
         "continue_final_message": (1, "x", True),
@@ -259,6 +266,7 @@ WRONG = {
         "return_token_strs": (1, "x"),
         "tools": (1, [], [{}], [{"type": "web_search"}]),
         "chat_template": (1, ""),
+        "mm_processor_kwargs": PIXELS,
         "chat_template_kwargs": (1, "x", []),
         "add_generation_prompt": (1, "x"),
         "continue_final_message": (1, "x"),

@@ -35,6 +35,9 @@ class _Tokenizer:
     sources: dict[str, str] = {}
     marks: dict[str, int] = {}
 
+    def __init__(self, sees_images: bool = False):
+        self._sees_images = sees_images
+
     @property
     def templates(self):
         return self
@@ -43,10 +46,12 @@ class _Tokenizer:
         return None
 
     def source(self, tools: bool) -> str:
-        return ""
+        return "{% for part in message.content %}" if self._sees_images else ""
 
     def render(self, messages, tools, **kwargs) -> str:
         script = messages[-1]["content"]
+        if isinstance(script, list):
+            script = "".join(part.get("text", "<image>") for part in script)
         return f"{messages[:-1]}{tools}{kwargs}{chr(BEGIN)}{script}{chr(END)}{kwargs.get('opened', '')}"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -65,10 +70,10 @@ class _Tokenizer:
 class ScriptEngine(FakeEngine):
     """An engine with a model "m" of a chat format. A step takes `interval` seconds."""
 
-    def __init__(self, chat_format: str, interval: float = 0.0):
+    def __init__(self, chat_format: str, interval: float = 0.0, sees_images: bool = False):
         self._chat_format = chat_format
-        super().__init__(group=FakeGroup(delay=interval, token=next_byte))
+        super().__init__(group=FakeGroup(delay=interval, token=next_byte), sees_images=sees_images)
 
     def _publish(self, config, model) -> None:
         super()._publish(config, model)
-        model.input.tokenizer, model.info.chat_format = _Tokenizer(), self._chat_format
+        model.input.tokenizer, model.info.chat_format = _Tokenizer(self.sees_images), self._chat_format

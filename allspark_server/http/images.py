@@ -1,0 +1,120 @@
+"""Images in bodies of chats, responses and messages, and how they come into the request to the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from allspark_client.images import DETAIL_PIXELS, MAX_IMAGES, Image, content_of_base64, content_of_data_url, lower_bound
+from allspark_client.request import LARGE, RequestSpec
+from allspark_client.types import ModelInfo
+
+from .call import Call
+from .errors import bad_value
+from .image_urls import ALL_SECONDS, OF_REQUEST
+from .wire import INT32_MAX, Wire
+
+Detail = Literal["auto", "low", "high", "original"]
+Pixels = Annotated[int | None, Field(ge=1, le=INT32_MAX)]
+
+
+class ImageUrl(Wire):
+    """Where an image is, and what size of it the model sees."""
+
+    url: str
+    detail: Detail | None = None
+    min_pixels: Annotated[Pixels, Field(description="The model sees at least so many pixels")] = None
+    max_pixels: Annotated[Pixels, Field(description="The model sees at most so many pixels")] = None
+    #: DashInfer's names
+    min_pixel: Pixels = None
+    max_pixel: Pixels = None
+
+
+class ProcessorKwargs(Wire):
+    """vLLM's options of the processor of images, for all images of a request."""
+
+    min_pixels: Pixels = None
+    max_pixels: Pixels = None
+
+
+@dataclass
+class ImageSource:
+    """An image as a body has it. `place`: its field there. `url` or `base64` has it; the bounds are those of Image."""
+
+    place: str
+    url: str = ""
+    base64: str | None = None
+    min_pixels: int = 0
+    max_pixels: int = 0
+
+    @classmethod
+    def of_url(cls, place: str, given: ImageUrl | str) -> ImageSource:
+        """That of OpenAI's field."""
+        if isinstance(given, str):
+            return cls(place, given)
+        return cls(place, given.url, None, given.min_pixels or given.min_pixel or 0,
+                   lower_bound(given.max_pixels or given.max_pixel or 0, DETAIL_PIXELS[given.detail or "auto"]))
+
+    def part(self) -> dict[str, Any]:
+        """The part of a message that stands for it until `read_images`."""
+        return {"type": "image", "source": self}
+
+
+def check_sees(info: ModelInfo, messages: list[dict[str, Any]]) -> list[ImageSource]:
+    """The images of a chat's messages, in order. Raises ApiError if they are too many, or the model sees none."""
+    sources = [part["source"] for message in messages if isinstance(message.get("content"), list)
+               for part in message["content"] if part["type"] == "image"]
+    if sources and not info.sees_images:
+        raise bad_value(sources[0].place, f"the model '{info.name}' sees no images")
+    if len(sources) > MAX_IMAGES:
+        raise bad_value(sources[MAX_IMAGES].place, f"it is one image too many; a request may have {MAX_IMAGES}")
+    return sources
+
+
+async def read_images(call: Call, info: ModelInfo, spec: RequestSpec, bounds: ProcessorKwargs | None = None) -> None:
+    """Read the images of a request's messages into the request. Raises ApiError naming the field that is wrong.
+
+    `bounds`: for images that have none of their own, or higher ones.
+    """
+    messages = spec.messages or []
+    sources = check_sees(info, messages)
+    if not sources:
+        return
+    of_request = asyncio.Semaphore(OF_REQUEST)
+    reads = [asyncio.ensure_future(_read(call, source, bounds or ProcessorKwargs(), of_request)) for source in sources]
+    try:
+        spec.images = await asyncio.wait_for(asyncio.gather(*reads), ALL_SECONDS)
+    except asyncio.TimeoutError:
+        late = next(source for source, read in zip(sources, reads) if read.cancelled())
+        raise bad_value(late.place, f"the request's images did not arrive within {ALL_SECONDS:g} s") from None
+    finally:
+        for read in reads:
+            read.cancel()
+    spec.messages = [{**message, "content": [_bare(part) for part in message["content"]]}
+                     if isinstance(message.get("content"), list) else message for message in messages]
+    spec.large = sum(len(image.content) for image in spec.images) > LARGE
+
+
+def _bare(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "image"} if part["type"] == "image" else part
+
+
+async def _read(call: Call, source: ImageSource, bounds: ProcessorKwargs, of_request: asyncio.Semaphore) -> Image:
+    try:
+        if source.base64 is not None or source.url[:5].lower() == "data:":
+            decode, text = (content_of_data_url, source.url) if source.base64 is None else \
+                (content_of_base64, source.base64)
+            content = await asyncio.to_thread(decode, text) if len(text) > LARGE else decode(text)
+        else:
+            content = await call.worker.images.fetch(source.url, of_request)
+            call.hold_image(len(content))
+        limit = call.worker.images.max_bytes
+        if len(content) > limit:
+            raise ValueError(f"it has {len(content)} bytes; an image may have at most {limit} (--max-image-mib)")
+        return Image(content, source.min_pixels or bounds.min_pixels or 0,
+                     lower_bound(source.max_pixels, bounds.max_pixels or 0))
+    except ValueError as error:
+        raise bad_value(source.place, str(error)) from None
