@@ -176,6 +176,14 @@ void Session::send(const std::shared_ptr<LiveRequest>& request) {
   request->answered = false;
   request->refusal = nullptr;
   if (broken_) std::rethrow_exception(unavailable(broken_, address_));
+  if (body.images_size() > 0 && info_.protocol() < kImagesProtocol) {
+    // An older server would answer as if there were none.
+    request->refusal = std::make_exception_ptr(AllSparkError(
+        AsStatus::ALLSPARK_INVALID_CALL_ERROR,
+        "images: the server at " + address_ + " (version " + info_.version() + ") takes none; upgrade it"));
+    request->answered = true;
+    return;
+  }
   const size_t size = body.ByteSizeLong() + kEnvelopeBytes;
   if (const auto most = static_cast<size_t>(info_.max_message_bytes()); most > 0 && size > most) {
     // Sending it would end the whole stream.

@@ -251,6 +251,12 @@ pb::GenerateRequest request_to_pb(const std::string& model, const RequestContent
       added->set_json(each.json);
     }
   }
+  for (const Image& image : content.images) {
+    pb::Image* added = message.add_images();
+    added->set_content(image.content);
+    added->set_min_pixels(image.min_pixels);
+    added->set_max_pixels(image.max_pixels);
+  }
   // Set for text and chats, too: when they are resumed, their prompt is ids.
   message.set_want_text(content.want_text || content.input_ids.empty());
   if (content.chat_options) chat_options_to_pb(*content.chat_options, message.mutable_chat_options());

@@ -19,7 +19,9 @@ namespace pb = ::allspark;
 
 // The versions of allspark.proto that this code speaks. allspark_client/convert.py says when they change.
 constexpr int kOldestProtocol = 1;
-constexpr int kProtocol = 3;
+constexpr int kProtocol = 4;
+// The first version with GenerateRequest.images.
+constexpr int kImagesProtocol = 4;
 constexpr const char* kProgram = "allspark C++ client";
 
 // A server cannot be reached, or its connection broke. The call may succeed later, or on another server.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allspark_client import AsModelConfig, ClientEngine, TlsConfig
+from allspark_client import AsModelConfig, ClientEngine, TlsConfig, convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.local_group import SelfStartedGroup
 from allspark_launch.group.background import shipped_model
@@ -18,6 +18,7 @@ from allspark_server.access import Access
 from support.certificates import make_certificate
 from support.fake_engine import FakeEngine
 from support.fake_service import expected, server_process, serving, wait_until
+from support.pictures import encoded, pixels
 from support.processes import ranks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]     # building takes a minute or two
@@ -108,6 +109,30 @@ def test_tokens_samples_and_text(client, served):
     seeds = [spec.config.seed for spec in core.submitted]
     assert None not in seeds and len(set(seeds)) == 4  # fixed before they are sent
     wait_until(lambda: not core.handles, 5)
+
+
+def test_images(client, tmp_path):
+    """Of texts, ids and chats; another server gets them again when the first one is lost."""
+    given = [encoded(pixels(), form) for form in ("PNG", "JPEG", "WebP")]
+    for i, content in enumerate(given):
+        (tmp_path / str(i)).write_bytes(content)
+    words = [f"image={tmp_path / str(i)}" for i in range(3)]
+    core = FakeEngine(0.005, sees_images=True)
+    with serving(core=core) as (_, address), cuttable(address) as (proxy, cut):
+        text, ids, chat = client(address, "max=5", *words, "text=look", "prompt=1,2", "chat=what?").results()
+        assert text["ids"] == [expected(list(b"look"), 5)] and ids["ids"] == [expected([1, 2], 5)]
+        assert chat["status"] == "GenerateFinished"
+        images = [convert.Image(content, 0, i) for i, content in enumerate(given)]
+        assert [spec.images for spec in core.submitted] == [images] * 3
+        running = client(f"{proxy},{address}", "max=200", "going=5", *words, "chat=what?")
+        running.going()
+        cut()
+        answer, = running.results()
+        assert answer["status"] == "GenerateFinished" and len(answer["ids"][0]) == 200
+        assert core.submitted[-1].images == images
+    with serving() as (_, address):
+        refused = client(address, *words, "text=look")
+        assert refused.results(1) == [] and "takes no images" in refused.errors
 
 
 def test_a_request_is_stopped_or_dropped(client, served):

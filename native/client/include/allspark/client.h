@@ -151,11 +151,21 @@ struct ChatOptions {
   bool continue_final_message = false;
 };
 
+// An image of a prompt, for models that see.
+struct Image {
+  std::string content;  // an encoded file: PNG, JPEG, WebP or GIF
+  int min_pixels = 0;   // what the model sees has at least and at most so many pixels; 0: the model's own bounds
+  int max_pixels = 0;
+};
+
 // A request. Exactly one of input_ids, text and messages is given.
 struct RequestContent {
   std::vector<int> input_ids;  // 0 to the vocabulary's size - 1
   std::string text;            // the server tokenizes it
   std::vector<ChatMessage> messages;
+  // In order: one for each part {"type": "image"} of the messages, which are given as JSON then, or for each
+  // placeholder that the model has for an image in text and ids.
+  std::vector<Image> images;
   std::optional<ChatOptions> chat_options;
   bool want_text = false;  // with input_ids: elements carry text, too
   std::string trace;       // a traceparent (W3C Trace Context): the parent of the request's spans

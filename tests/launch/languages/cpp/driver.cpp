@@ -3,12 +3,13 @@
 //   driver ADDRESS [KEY=VALUE...]
 //
 // Keys of the client: resume, timeout, token, ca, cert, key, server_name, model (default: the first that runs), threads
-// (each request has one of its own). Of all following requests: max, n, seed,
-// temperature, early_stopping, logprobs, stop_after (Stop() after so many tokens), drop_after (release it then), going
-// (write "going" once every request has so many tokens). Each prompt=1,2, text=… or chat=… is a request.
+// (each request has one of its own). Of all following requests: max, n, seed, temperature, early_stopping, logprobs,
+// image (a file; repeatable), stop_after (Stop() after so many tokens), drop_after (release it then), going (write
+// "going" once every request has so many tokens). Each prompt=1,2, text=… or chat=… is a request.
 #include <allspark/client.h>
 
 #include <chrono>
+#include <fstream>
 #include <iostream>
 #include <sstream>
 #include <thread>
@@ -81,6 +82,7 @@ int run(int argc, char** argv) {
   as::TlsConfig tls;
   as::GenerateConfig config;
   std::vector<Wanted> requests;
+  std::vector<as::Image> images;
   Wanted next;
   size_t going = 0;
   std::string model;
@@ -105,6 +107,10 @@ int run(int argc, char** argv) {
     if (name == "drop_after") next.drop_after = std::stoul(value);
     if (name == "model") model = value;
     if (name == "threads") threads = true;
+    if (name == "image") {
+      std::ifstream file(value, std::ios::binary);
+      images.push_back({{std::istreambuf_iterator<char>(file), {}}, 0, static_cast<int>(images.size())});
+    }
     if (name == "going") going = std::stoul(value);
     next.content = {};
     if (name == "prompt") {
@@ -113,6 +119,13 @@ int run(int argc, char** argv) {
     }
     if (name == "text") next.content.text = value;
     if (name == "chat") next.content.messages = {{"user", value, ""}};
+    if (name == "chat" && !images.empty()) {
+      std::string parts;
+      for (size_t image = 0; image < images.size(); ++image) parts += R"({"type": "image"}, )";
+      parts += R"({"type": "text", "text": )" + quoted(value) + "}";
+      next.content.messages = {{"", "", R"({"role": "user", "content": [)" + parts + "]}"}};
+    }
+    next.content.images = images;
     if (name != "prompt" && name != "text" && name != "chat") continue;
     next.content.config = config;
     requests.push_back(next);
