@@ -26,11 +26,12 @@ _SERVER_NAMES = ("Engine", "HuggingFaceModel")
 #: names that allspark_client does not export, and the modules that define them
 _ELSEWHERE = {"Engine": "allspark_server", "HuggingFaceModel": "allspark_server",
               "PromptTemplate": "allspark_client.prompt_utils", "EngineHelper": "allspark_client.helper",
-              "ConfigManager": "allspark_client.helper", "QuantizeConfig": "allspark_client.helper"}
+              "ConfigManager": "allspark_client.helper", "QuantizeConfig": "allspark_client.helper",
+              "MultiMediaInfo": "allspark_client.images"}
 _MODULES: dict[str, tuple[str, ...]] = {
     "_allspark": ("AsCacheMode", "AsEngineStat", "AsEvictionStrategy", "AsFileInfo", "AsMHAPrefill", "AsModelConfig",
-                  "AsSchedulingStrategy", "AsStatus", "GenerateRequestStatus", "GeneratedElements", "ResultQueue",
-                  "VocabType"),
+                  "AsSchedulingStrategy", "AsStatus", "GenerateRequestStatus", "GeneratedElements", "MultiMediaInfo",
+                  "ResultQueue", "VocabType"),
     "engine": ("ASGenerationConfigBuilder", "AsCacheMode", "AsEngineStat", "AsModelConfig", "AsStatus", "ClientEngine",
                "Engine", "RequestStatInfo", "RoPEScaleMethod", "TargetDevice"),
     "model_loader": ("HuggingFaceModel",),
@@ -73,7 +74,8 @@ def install() -> bool:
     if present is not None or importlib.util.find_spec("dashinfer") is not None:
         logger.info("dashinfer is installed: its names are not replaced")
         return False
-    public = tuple(n for n in allspark_client.__all__ if not n.startswith("_")) + (*_SERVER_NAMES, "PromptTemplate")
+    public = (*(n for n in allspark_client.__all__ if not n.startswith("_")), *_SERVER_NAMES, "PromptTemplate",
+              "MultiMediaInfo")
     root, allspark = _Alias("dashinfer", ()), _Alias("dashinfer.allspark", public)
     helper = _Alias("dashinfer.helper", ("EngineHelper", "ConfigManager"))
     root.__dict__.update(allspark=allspark, helper=helper, __all__=["allspark", "helper"])

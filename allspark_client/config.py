@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import nearest_name, not_available
+from .errors import embeddings_not_available, nearest_name, not_available
 from .fields import (
     Checked,
     as_float,
@@ -410,4 +410,4 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
                 raise not_available(f"{name}={given} (allowed: {allowed}; {why})")
     else:
         if config.mm_info is not None:
-            raise not_available("mm_info (multi-modal input)")
+            raise embeddings_not_available("mm_info")

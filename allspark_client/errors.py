@@ -77,6 +77,12 @@ def not_available(what: str) -> AllSparkError:
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{what} is not available yet")
 
 
+def embeddings_not_available(what: str) -> AllSparkError:
+    """The error for embeddings of images that a caller has computed."""
+    return not_available(f"{what} (embeddings of images; give the images themselves, as parts of inputs['messages'] or "
+                         "as inputs['images'])")
+
+
 def closed_engine() -> AllSparkError:
     """The error of calls on a closed engine."""
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "the engine is closed")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from .errors import embeddings_not_available
 from .fields import as_int, wrong_type
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ def as_image(given: Any, min_pixels: int = 0, max_pixels: int = 0) -> Image:
     elif isinstance(given, str):
         content = content_of_data_url(given)
     elif isinstance(given, os.PathLike):
-        content = _read(os.fsdecode(given))
+        path = os.fsdecode(given)
+        return named(repr(path), Image, _read(path), min_pixels, max_pixels)
     elif isinstance(given, np.ndarray):
         content = _png_of_array(given)
     elif (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(given, pillow.Image):
@@ -151,6 +153,13 @@ def _png(picture: Any) -> bytes:
     except (OSError, ValueError, SyntaxError) as error:     # Pillow's errors of a file that it reads only now
         raise ValueError(f"the PIL image cannot be read: {error}") from None
     return file.getvalue()
+
+
+class MultiMediaInfo:
+    """DashInfer's carrier of embeddings that a caller's own vision tower has computed. Models compute them here."""
+
+    def __init__(self) -> None:
+        raise embeddings_not_available("MultiMediaInfo")
 
 
 # --- in chats ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,12 @@ def test_import_lines_resolve_to_this_project():
         assert TargetDevice is allspark_client.TargetDevice is e.TargetDevice is allspark.TargetDevice
         assert AsStatus is allspark_client.AsStatus and dashinfer.allspark is allspark
         assert GenerateRequestStatus is allspark.GenerateRequestStatus and AsCacheMode is allspark.AsCacheMode
+        try:
+            allspark.MultiMediaInfo()
+        except allspark.AllSparkError as error:
+            assert "give the images themselves" in str(error)
+        else:
+            raise AssertionError("embeddings must be refused")
         prompt = PromptTemplate.apply_chatml_template("hi")
         assert prompt.endswith("<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n"), prompt
         import sys

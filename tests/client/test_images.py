@@ -31,12 +31,8 @@ from allspark_client.engine import request_spec
 from allspark_client.images import Image, as_image, take_images
 from support.fake_engine import FakeEngine
 from support.fake_service import serving, tokens, wait_until
-from support.pictures import data_url, encoded, pixels
+from support.pictures import data_url, decoded, encoded, pixels
 from support.versions import wire
-
-
-def decoded(image: Image) -> np.ndarray:
-    return np.asarray(PIL.Image.open(io.BytesIO(image.content)).convert("RGB"))
 
 
 def chat_of(*parts) -> list[dict]:
@@ -58,9 +54,9 @@ def test_encoded_files_stay_as_they_are(form, tmp_path):
 def test_arrays_and_pictures_are_encoded_without_loss():
     array = pixels()
     for given in (array, array[::-1, ::-1][::-1, ::-1], PIL.Image.fromarray(array)):
-        assert np.array_equal(decoded(as_image(given)), array)
+        assert np.array_equal(decoded(as_image(given).content), array)
     jpeg = PIL.Image.open(io.BytesIO(encoded(array, "JPEG")))      # not decoded yet
-    assert np.array_equal(decoded(as_image(jpeg)), np.asarray(jpeg))
+    assert np.array_equal(decoded(as_image(jpeg).content), np.asarray(jpeg))
     assert as_image(array).digest == as_image(array.copy()).digest != as_image(array, 0, 100).digest
 
 
@@ -84,7 +80,7 @@ def test_a_picture_stands_upright():
     exif = PIL.Image.Exif()
     exif[0x0112] = 6        # to be turned by 90 degrees
     picture = PIL.Image.open(io.BytesIO(encoded(array, "PNG", exif=exif)))
-    assert np.array_equal(decoded(as_image(picture)), np.rot90(array, -1))
+    assert np.array_equal(decoded(as_image(picture).content), np.rot90(array, -1))
 
 
 @pytest.mark.parametrize("given, error, text", [
@@ -168,7 +164,7 @@ def test_images_anywhere_in_a_chat(tmp_path):
     spec = request_spec("m", {"messages": chat, "images": [arrays[4]]}, None)
     assert repr(chat) == before
     for found, array in zip(spec.images, [*arrays, arrays[5]], strict=True):
-        assert np.array_equal(decoded(found), array)
+        assert np.array_equal(decoded(found.content), array)
     assert [(one.min_pixels, one.max_pixels) for one in spec.images][:3] == [(0, 0), (0, 9), (4, 0)]
     assert spec.messages[2] == chat[2]
     kinds = [[part["type"] for part in message["content"]] for message in (*spec.messages[:2], *spec.messages[3:])]

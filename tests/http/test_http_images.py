@@ -103,6 +103,17 @@ def test_sizes(seeing, open_ai, part, more, bounds):
     assert (image.content, image.min_pixels, image.max_pixels) == (picture, *bounds)
 
 
+def test_dashinfers_example(seeing, open_ai):
+    """The fields of the client that comes with DashInfer's server for models that see (dashinfer_vlm)."""
+    given = pictures(3)
+    chunks = open_ai.chat.completions.create(
+        model=open_ai.models.list().data[0].id,
+        messages=chat_of(text("Are these images different?"), *map(image_url, given)),
+        max_completion_tokens=1024, top_p=0.5, temperature=0.1, frequency_penalty=1.05, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert contents(seeing[1]) == given
+
+
 def test_other_spellings(seeing, client):
     """What other clients send: a bare text as image_url, base64 in lines, upper case, no type."""
     picture, = pictures()
