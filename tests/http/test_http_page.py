@@ -9,11 +9,13 @@ import shutil
 import threading
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from allspark_client import AsModelConfig, ClientEngine
 from support.fake_service import serving
 from support.http_helpers import KEYS, MODEL, STORY, http_server_for, token_file
+from support.pictures import base64_of, decoded, encoded, pixels
 from support.script_engine import ScriptEngine
 
 ADDRESS = re.compile(r"^http://127\.0\.0\.1:\d+/")
@@ -397,6 +399,68 @@ def readers(tmp_path_factory):
         install_encoders(engine, folder, "CPU:0")
         with http_server_for(group.addresses[0], insecure=True) as address:
             yield f"http://{address}", engine
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """The URL of a server whose model "m" sees, and repeats the last message; and its engine."""
+    with serving(core=ScriptEngine("hermes", sees_images=True)) as (core, group), \
+            http_server_for(group, insecure=True) as address:
+        yield f"http://{address}", core
+
+
+#: gives files to the element of a selector as an event of this kind has them
+GIVE = """([selector, kind, files]) => {
+  const data = new DataTransfer();
+  for (const [name, base64] of files)
+    data.items.add(new File([Uint8Array.from(atob(base64), c => c.charCodeAt(0))], name, { type: "image/png" }));
+  const made = kind === "paste" ? new ClipboardEvent(kind, { clipboardData: data, cancelable: true, bubbles: true })
+    : new DragEvent(kind, { dataTransfer: data, cancelable: true, bubbles: true });
+  return document.querySelector(selector).dispatchEvent(made);
+}"""
+
+
+def test_images(seeing, browser, expect):
+    """Chosen, dropped and pasted ones are shown, can be removed, and are sent as they are."""
+    url, core = seeing
+    files = [encoded(pixels(30, 40)) for _ in range(4)]
+    with opened(browser, url) as page:
+        waiting = page.get_by_role("group", name="Images of the message")
+        page.locator("#files").set_input_files(
+            [{"name": f"{i}.png", "mimeType": "image/png", "buffer": files[i]} for i in (0, 1)])
+        expect(waiting.get_by_role("img")).to_have_count(2)
+        assert not page.evaluate(GIVE, ["#talk", "dragover", [["2.png", base64_of(files[2])]]])
+        expect(page.locator("#talk")).to_have_class("dropping")
+        assert not page.evaluate(GIVE, ["#talk", "drop", [["2.png", base64_of(files[2])]]])
+        expect(page.locator("#talk")).not_to_have_class("dropping")
+        assert not page.evaluate(GIVE, ["#text", "paste", [["3.png", base64_of(files[3])]]])
+        expect(waiting.get_by_role("img", name="3.png")).to_be_visible()
+        drawn = waiting.get_by_role("img", name="2.png").evaluate(
+            "one => [one.width, one.height, ...one.getContext('2d').getImageData(0, 0, 40, 30).data]")
+        assert drawn[:2] == [40, 30]
+        assert np.array_equal(np.array(drawn[2:]).reshape(30, 40, 4)[..., :3], decoded(files[2]))
+        waiting.get_by_role("button", name="Remove 1.png").click()
+        expect(waiting.get_by_role("img")).to_have_count(3)
+        expect(page.get_by_role("button", name="Images", exact=True)).to_be_focused()
+        shoot(page, "images")
+        send(page, "what are these?")
+        expect(page.locator(".message.assistant")).to_contain_text("<image><image><image>what are these?")
+        assert [image.content for image in core.submitted[-1].images] == [files[0], files[2], files[3]]
+        expect(page.locator(".message.user").get_by_role("img")).to_have_count(3)
+        expect(waiting.get_by_role("img")).to_have_count(0)
+        shoot(page, "images-sent")
+        send(page, "and now?")      # earlier images are a part of the chat
+        expect(page.locator(".message.assistant").nth(1)).to_contain_text("and now?")
+        assert len(core.submitted[-1].images) == 3
+        page.evaluate(GIVE, ["#talk", "drop", [["x.png", base64_of(b"none")]]])
+        expect(page.locator("#log .wrong")).to_have_text("x.png is no image that this browser can show.")
+
+
+def test_no_images_for_models_that_see_none(slow, browser, expect):
+    with opened(browser, slow) as page:
+        expect(page.get_by_role("button", name="Images", exact=True)).to_be_hidden()
+        assert not page.evaluate(GIVE, ["#talk", "drop", [["x.png", base64_of(encoded(pixels()))]]])
+        expect(page.locator("#log .wrong")).to_have_text("m sees no images.")
 
 
 def test_texts(readers, browser, expect):

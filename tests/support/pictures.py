@@ -22,6 +22,11 @@ def encoded(array: np.ndarray, form: str = "PNG", **options) -> bytes:
     return file.getvalue()
 
 
+def decoded(content: bytes) -> np.ndarray:
+    """The pixels of a file, [height, width, 3]."""
+    return np.asarray(PIL.Image.open(io.BytesIO(content)).convert("RGB"))
+
+
 def base64_of(content: bytes) -> str:
     return base64.b64encode(content).decode()
 

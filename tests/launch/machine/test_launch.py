@@ -429,6 +429,9 @@ def test_serve_config_file(tmp_path, capsys):
     (["serve", "--model", "/nowhere", "--dry-run"], "there is no such file or directory"),
     (["serve", "--numa-nodes", "77", "--dry-run"], "no NUMA node 77"),
     (["run", " "], "the prompt is empty"),
+    (["run", "--image", "/nowhere.png", "x"], "the image '/nowhere.png' cannot be read: No such file"),
+    (["run", "--image", __file__, "x"], "test_launch.py': the image begins with"),
+    (["run", "--raw", "--image", "/nowhere.png", "x"], "--image needs the chat template"),
     (["run", "--model", "/", "--set", "engine_max_lenght=3", "x"], "engine_max_length"),
     (["convert", "/nowhere", "/tmp/x", "--weight-dtype", "int4"], "/nowhere is not a directory"),
 ])
