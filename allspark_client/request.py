@@ -95,9 +95,14 @@ class RequestSpec:
         self.input_ids, self.text, self.text_pair, self.messages = ids, None, None, None
 
     def cut_prompt(self) -> None:
-        """Drop what config.truncate_prompt_tokens drops of a prompt of ids."""
-        if self.input_ids is not None and self.config.truncate_prompt_tokens is not None:
-            self.input_ids = self.input_ids[-self.config.truncate_prompt_tokens:]
+        """Drop what config.truncate_prompt_tokens drops of a prompt of ids. Raises ValueError if it has images."""
+        most = self.config.truncate_prompt_tokens
+        if self.input_ids is None or most is None or len(self.input_ids) <= most:
+            return
+        if self.images:
+            raise ValueError(f"truncate_prompt_tokens={most} would cut a prompt of {len(self.input_ids)} tokens, whose "
+                             "images must stay whole; send fewer images or texts")
+        self.input_ids = self.input_ids[-most:]
 
     def check_tenant(self) -> None:
         """Raises ValueError if the tenant's name is too long or not valid Unicode."""

@@ -223,6 +223,27 @@ def test_templates_get_calls_and_tools_in_their_own_form():
         'functions.now:1<|tool_call_argument_begin|>{"zone": "UTC"}|functions.now:1|')
 
 
+#: in the style of models that see
+SEES = ("{% for m in messages %}{{ m['role'] }}:{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for part in m['content'] %}{% if part['type'] == 'image' %}<img>{% else %}{{ part['text'] }}{% endif %}"
+        "{% endfor %}{% endif %};{% endfor %}")
+
+
+def test_images_in_templates():
+    """They stand where their parts do; a template of texts is not given them, and is named."""
+    image, chat = {"type": "image"}, [{"role": "system", "content": "s"}]
+    for role, parts in (("user", [image, {"type": "text", "text": "a"}, image]), ("tool", [image]), ("user", [image])):
+        chat.append({"role": role, "content": parts})
+    messages = check_messages(chat)
+    text = render(with_template(SEES).templates, messages, ChatOptions())
+    assert text == "system:s;user:<img>a<img>;tool:<img>;user:<img>;"
+    with pytest.raises(ValueError, match="chat template takes no images in a message of the role 'user'"):
+        render(with_template("{{ messages[0]['content'] }}").templates, messages, ChatOptions())
+    for part in ({"type": "image", "image": "x"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "video"}):
+        with pytest.raises(ValueError, match=r"messages\[0\]\['content'\]\[0\]"):
+            check_messages([{"role": "user", "content": [part]}])
+
+
 def test_deepseek_v32_chats_as_its_program_says(tmp_path):
     """The texts of encoding/encoding_dsv32.py, written out."""
     shutil.copy(FABLE / "tokenizer.json", tmp_path)

@@ -302,6 +302,18 @@ def test_refusals():
         assert caught.value.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR
 
 
+def test_prompts_with_images_are_not_cut():
+    """Neither by the client, which knows ids, nor on rank 0, which knows those of texts."""
+    with serving(core=FakeEngine(0.001, sees_images=True)) as (core, address), ClientEngine(address) as engine:
+        for prompt in ({"input_ids": [1, 2, 3]}, {"text": "abc"}):
+            for each in (core, engine):
+                with pytest.raises(ValueError, match="truncate_prompt_tokens=2 would cut a prompt of 3 tokens"):
+                    each.start_request("m", {**prompt, "images": [pixels()]}, {"truncate_prompt_tokens": 2})
+                _, _, queue = each.start_request("m", {**prompt, "images": [pixels()]},
+                                                 {"truncate_prompt_tokens": 3, "max_new_tokens": 2})
+                assert len(tokens(queue)) == 2
+
+
 def test_an_older_server_is_sent_no_images(tmp_path):
     info = pb.SessionResponse(info=pb.ServerInfo(
         version="1.0", protocol=3, models=[pb.ModelState(name="m", running=True)])).SerializeToString()

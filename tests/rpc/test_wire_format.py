@@ -46,6 +46,8 @@ def any_request(rng: random.Random) -> pb.SessionRequest:
     ids = pb.TokenIds(ids=[rng.choice([1, 127, 128, 1 << 14, -1]) for _ in range(rng.randrange(1, 300))])
     request = pb.GenerateRequest(model="m" * rng.randrange(200), config=config, input_ids=ids,
                                  generated=range(rng.randrange(200)), ticket=rng.randbytes(rng.randrange(40)))
+    request.images.extend(pb.Image(content=rng.randbytes(rng.randrange(300)), max_pixels=rng.randrange(3))
+                          for _ in range(rng.randrange(3)))
     if rng.random() < 0.3:
         request.chat.messages.extend(pb.ChatMessage(role="user", content="é" * i) for i in range(rng.randrange(1, 9)))
     return pb.SessionRequest(start=pb.StartRequest(id=rng.randrange(1, 1 << 40), request=request))
