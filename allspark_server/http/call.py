@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -173,8 +174,9 @@ class Call:
 
     async def model(self, name: str) -> ModelInfo:
         """A model's description, once the model is loaded. Raises ApiError (404) if there is no such model."""
-        if self.worker.wait_limit and self.pool.health():
-            await self._wait_for_a_group()
+        return await self.pool.attempt(functools.partial(self._model, name), self._waiter)
+
+    async def _model(self, name: str) -> ModelInfo:
         base, adapter = await self.pool.resolve(name)
         if not self.client.may_use(name, base):
             raise ApiError(404, f"The model '{name}' does not exist, or this API key does not allow it", "model",
@@ -182,6 +184,11 @@ class Call:
         if await self.pool.is_unloaded(base):
             await self.pool.load(base, self._tell_loading)
         return await self.pool.info(base if not adapter else name)
+
+    @property
+    def _waiter(self) -> Callable[[], Awaitable[None]] | None:
+        """What waits while no group takes requests; None: they are refused."""
+        return self._wait_for_a_group if self.worker.wait_limit else None
 
     async def _wait_for_a_group(self) -> None:
         """Wait while no group takes requests; the metrics count who does, so that somebody can start one. Raises
@@ -210,7 +217,7 @@ class Call:
         spec.config.user_request_id = self.request_id
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         spec.large = spec.large or self.body_size > LARGE
-        answer = self.pool.generate(spec, self._wait_for_a_group if self.worker.wait_limit else None)
+        answer = self.pool.generate(spec, self._waiter)
         self._answers.append(answer)
         return answer
 

@@ -372,6 +372,31 @@ class Pool:
         """
         return Answer(self, spec, wait)
 
+    async def attempt(self, work: Callable[[], Coroutine[Any, Any, T]],
+                      wait: Callable[[], Awaitable[None]] | None) -> T:
+        """The result of `work`, which asks the groups. While no group takes requests, `wait` waits for one, or raises
+        ApiError. If the last group goes during `work`, it is given up, and begins anew with the next group: its own
+        attempts to reach the one that has gone would last RECONNECT_SECONDS, uncounted. Without `wait`, they do.
+        """
+        if wait is None:
+            return await work()
+        while True:
+            if self.health():
+                await wait()
+            task = asyncio.create_task(work())
+            try:
+                while not task.done() and not self.health():
+                    await asyncio.wait((task,), timeout=_LOOK_SECONDS)
+                if task.done():
+                    return task.result()
+            except ApiError as error:
+                if error.status not in (429, 503) or not self.health():
+                    raise
+            finally:
+                if not task.done():
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+
     async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Call a method of the engine; raises ApiError."""
         if not self._connected:
@@ -395,28 +420,26 @@ class Answer:
         self._taken = 0     # tokens that were read
 
     async def __aenter__(self) -> Answer:
-        self.spec.model, self.spec.config.lora_name = await self._pool.resolve(self.spec.model)
+        name = self.spec.model
         try:
-            self._pool.check_length(self.spec)
-            await self._start()
+            await self._pool.attempt(functools.partial(self._start, name), self._wait)
         except ApiError as error:
             if error.param == "prompt" and self.spec.messages is not None:
                 error.param = "messages"
             raise
+        except asyncio.CancelledError:
+            if self._generation._queue is not None:     # the request had just started
+                await self._generation.__aexit__()
+            raise
         self.started = True
         return self
 
-    async def _start(self) -> None:
-        """Start the request. The last group may end just now: then it waits for the next."""
-        while True:
-            try:
-                await self._pool._ask(self._generation.__aenter__)
-                return
-            except ApiError as error:
-                if self._wait is None or error.status not in (429, 503) or not self._pool.health():
-                    raise
-            await self._wait()
-            self._generation = AsyncGeneration(self._pool._engine, self.spec)
+    async def _start(self, name: str) -> None:
+        """Start the request with the model or the adapter of this name."""
+        self.spec.model, self.spec.config.lora_name = await self._pool.resolve(name)
+        self._pool.check_length(self.spec)
+        self._generation = AsyncGeneration(self._pool._engine, self.spec)
+        await self._pool._ask(self._generation.__aenter__)
 
     async def __aexit__(self, *_: Any) -> None:
         await self._generation.__aexit__()
