@@ -13,7 +13,7 @@ CHART = ROOT / "launch" / "kubernetes" / "allspark"
 NAME, NAMESPACE = "llm", "serving"
 #: values that switch everything on that goes together
 EVERYTHING: dict[str, Any] = {
-    "door": {"enabled": True, "waitLimit": 900},
+    "httpServer": {"enabled": True, "waitLimit": 900},
     "tls": {"certManager": {"enabled": True}},
     "http": {"openMetrics": True},
     "serviceMonitor": {"enabled": True},
@@ -59,7 +59,7 @@ def by_name(objects: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, An
 
 
 def templates(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The templates of pods: "group" and, where they are there, "worker" and "door"."""
+    """The templates of pods: "group" and, where they are there, "worker" and "http-server"."""
     found = {}
     for each in objects:
         if each["kind"] == "StatefulSet":
@@ -71,5 +71,5 @@ def templates(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             for index, kind in enumerate(("group", "worker")):
                 found[kind]["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = str(index)
         elif each["kind"] == "Deployment":
-            found["door"] = each["spec"]["template"]
+            found["http-server"] = each["spec"]["template"]
     return found

@@ -111,7 +111,7 @@ def test_the_schema_of_the_values_has_every_key():
                 compare(value, part["properties"][key], f"{where}.{key}")
 
     compare(values, schema, "")
-    for wrong in ({"replica": 2}, {"door": {"enable": True}}, {"tls": {"certManager": {"issuer": {}}}},
+    for wrong in ({"replica": 2}, {"httpServer": {"enable": True}}, {"tls": {"certManager": {"issuer": {}}}},
                   {"replicas": "2"}, {"args": ["-"]}, {"inferencePool": {"objectives": [{"name": "a"}]}}):
         with pytest.raises(helm.HelmValuesError, match="at '"):
             render(wrong)
@@ -120,8 +120,8 @@ def test_the_schema_of_the_values_has_every_key():
 @pytest.mark.parametrize("values,message", [
     ({"hosts": 2}, "ssh.secretName"),
     (combined(HOSTS, {"gpus": 1}), "computes on CPUs"),
-    (combined(EVERYTHING, {"door": {"waitLimit": 0}}), "needs door.enabled and door.waitLimit"),
-    (combined(EVERYTHING, {"door": {"enabled": False}}), "needs door.enabled and door.waitLimit"),
+    (combined(EVERYTHING, {"httpServer": {"waitLimit": 0}}), "needs httpServer.enabled and httpServer.waitLimit"),
+    (combined(EVERYTHING, {"httpServer": {"enabled": False}}), "needs httpServer.enabled and httpServer.waitLimit"),
     (combined(EVERYTHING, {"autoscaling": {"minReplicas": 9}}), "must not be above"),
     (combined(EVERYTHING, {"serviceMonitor": {"enabled": False}}), "needs serviceMonitor.enabled"),
     ({"serviceMonitor": {"enabled": True}}, "serviceMonitor.tokenSecret.name"),
@@ -155,7 +155,7 @@ def test_command_lines(release, tmp_path):
         (container,) = pod["spec"]["containers"]
         if kind == "worker":
             continue
-        assert container.get("command", []) == (["tini", "--", "allspark", "http"] if kind == "door" else [])
+        assert container.get("command", []) == (["tini", "--", "allspark", "http"] if kind == "http-server" else [])
         words = mounted(container["args"], tmp_path / "mounted")
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         if kind == "group":
@@ -167,7 +167,7 @@ def test_command_lines(release, tmp_path):
         else:
             options = HttpOptions(**given_flags(HttpOptions, build_parser().parse_args(["http", *words])))
             assert options.address == f"0.0.0.0:{ports['http']}" and options.pool == [f"dns:{MEMBERS}:50051"]
-            assert options.wait_limit == values["door"]["waitLimit"]
+            assert options.wait_limit == values["httpServer"]["waitLimit"]
             assert bool(options.pool_tls_ca) == tls and bool(options.pool_token_file) == tokens
         assert (bool(options.token_file), bool(options.tls_cert), options.insecure) == (
             tokens, tls, not (tokens and tls))
@@ -177,7 +177,7 @@ def test_command_lines(release, tmp_path):
         assert {probe["scheme"] for probe in probes.values()} == {"HTTPS" if tls else "HTTP"}
         assert {probe["port"] for probe in probes.values()} == {"http"}
         # An HTTP server that waits for the first group must get requests while there is none.
-        waits = kind == "door" and options.wait_limit > 0
+        waits = kind == "http-server" and options.wait_limit > 0
         assert probes["readiness"]["path"] == ("/health/live" if waits else "/health/ready")
         assert probes["liveness"]["path"] == "/health/live"
 
@@ -208,10 +208,10 @@ def test_selectors(release):
     found, pods = by_name(objects), templates(objects)
     if not pods:
         return
-    doors = {"door"} & set(pods)
-    groups = set(pods) - doors
+    servers = {"http-server"} & set(pods)
+    groups = set(pods) - servers
     ready, members = found["Service", NAMED]["spec"], found["Service", MEMBERS]["spec"]
-    assert selected(objects, ready["selector"]) == (doors or {"group"})
+    assert selected(objects, ready["selector"]) == (servers or {"group"})
     assert "publishNotReadyAddresses" not in ready and "clusterIP" not in ready
     # Clients with requests must still reach members that drain; of a group over pods, only the first one serves.
     assert selected(objects, members["selector"]) == {"group"}
@@ -230,7 +230,7 @@ def test_selectors(release):
     for (kind, _), each in found.items():
         if kind in ("StatefulSet", "Deployment"):
             wanted = each["spec"]["selector"]["matchLabels"]
-            assert selected(objects, wanted) == {"group" if kind == "StatefulSet" else "door"}
+            assert selected(objects, wanted) == {"group" if kind == "StatefulSet" else "http-server"}
             assert each["spec"]["template"]["metadata"]["labels"].items() >= wanted.items()
         elif kind == "InferencePool":
             assert selected(objects, each["spec"]["selector"]["matchLabels"]) == {"group"}
@@ -242,7 +242,7 @@ def test_selectors(release):
             assert len(services) == 1 and each["spec"]["endpoints"][0]["port"] in {
                 port["name"] for port in services[0]["spec"]["ports"]}
             assert selected(objects, services[0]["spec"]["selector"]) == (
-                {"door"} if each["metadata"]["name"].endswith("-door") else {"group"})
+                {"http-server"} if each["metadata"]["name"].endswith("-http-server") else {"group"})
         elif kind == "ScaledObject":
             target = each["spec"]["scaleTargetRef"]
             scaled = found[target["kind"], target["name"]]
@@ -263,7 +263,7 @@ def test_volumes(release, tmp_path):
             assert security["capabilities"]["drop"] == ["ALL"]
         user = re.search(r"^USER (\d+)$", (resource_folder("examples") / "Containerfile").read_text(), re.M)[1]
         assert spec["securityContext"]["runAsUser"] == int(user)
-        if kind == "door":
+        if kind == "http-server":
             continue
         volume = tmp_path / kind
         volume.mkdir()
@@ -280,8 +280,8 @@ def test_certificates_are_for_the_names_that_clients_use(issuer):
     found = by_name(objects)
     certificate = found["Certificate", NAMED]["spec"]
     names = set(certificate["dnsNames"])
-    door = templates(objects)["door"]["spec"]["containers"][0]
-    dialed = {re.fullmatch(r"--address=dns:(.*):\d+", word)[1] for word in door["args"] if "dns:" in word}
+    server = templates(objects)["http-server"]["spec"]["containers"][0]
+    dialed = {re.fullmatch(r"--address=dns:(.*):\d+", word)[1] for word in server["args"] if "dns:" in word}
     scraped = {each["spec"]["endpoints"][0]["tlsConfig"]["serverName"] for each in objects
                if each["kind"] == "ServiceMonitor"}
     assert dialed | scraped | {NAMED, f"{NAMED}.{NAMESPACE}.svc"} <= names
@@ -298,7 +298,7 @@ def test_certificates_are_for_the_names_that_clients_use(issuer):
 
 
 def test_what_keda_asks_prometheus_for():
-    """Metrics that there are, of the services that are scraped; and what a door passes on is not counted twice."""
+    """Metrics that there are, of the services that are scraped. What an HTTP server passes on is not counted twice."""
     objects = render(EVERYTHING)
     found = by_name(objects)
     scaled = found["ScaledObject", NAMED]["spec"]
@@ -314,7 +314,7 @@ def test_what_keda_asks_prometheus_for():
         service = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         assert service == {"namespace": NAMESPACE, "service": MEMBERS if metric.startswith("vllm") else NAMED}
         assert ("Service", service["service"]) in found
-    (relabeling,) = found["ServiceMonitor", f"{NAMED}-door"]["spec"]["endpoints"][0]["metricRelabelings"]
+    (relabeling,) = found["ServiceMonitor", f"{NAMED}-http-server"]["spec"]["endpoints"][0]["metricRelabelings"]
     kept = {name for name in known if re.fullmatch(relabeling["regex"], name)}
     assert relabeling["action"] == "keep" and "allspark_http_requests_waiting" in kept
     assert not any(name.startswith("vllm:") for name in kept)

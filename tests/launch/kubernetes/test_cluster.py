@@ -95,7 +95,7 @@ class Release:
         "model": {"path": "/models", "hostPath": str(shipped_model()), "name": "fable"},
         "args": ["--max-length=512", "--ranks=1", "--share-cpus", "--cpus-per-rank=1"],
         "resources": SMALL, "drainLimit": 20, "drainDelay": 1, "bindMemory": False,
-        "door": {"enabled": True, "replicas": 1, "waitLimit": 120, "resources": SMALL},
+        "httpServer": {"enabled": True, "replicas": 1, "waitLimit": 120, "resources": SMALL},
         "http": {"openMetrics": True},
     }
 
@@ -115,11 +115,11 @@ class Release:
     def wait(self, groups: int) -> None:
         def there() -> bool:
             assert not self.nodes.problems, self.nodes.problems
-            return len(self.ready("group")) == len(self.pods("group")) == groups and len(self.ready("door")) == 1
+            return len(self.ready("group")) == len(self.pods("group")) == groups and len(self.ready("http-server")) == 1
 
         wait_for(there, 150)
 
-    def url(self, component: str = "door", index: int = 0) -> str:
+    def url(self, component: str = "http-server", index: int = 0) -> str:
         pod = sorted(self.pods(component), key=lambda pod: pod["metadata"]["name"])[index]
         return f"https://{local(pod['status']['podIP'])}:8000"
 
@@ -213,7 +213,7 @@ def test_to_zero_and_back(release):
 
     scale(0)
     wait_for(lambda: not release.pods("group"), 60)
-    assert release.ready("door"), "the HTTP server is ready without a group"
+    assert release.ready("http-server"), "the HTTP server is ready without a group"
     with http() as client, http() as other:
         answers: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: answers.append(release.ask(other)))
