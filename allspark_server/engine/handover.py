@@ -42,6 +42,7 @@ _AT_ONCE = 16           # requests for which spans are awaited at the same time;
 _COPIERS = 2            # threads that copy spans on one machine: they take time from the compute threads
 _BATCH = 16             # spans that one of them copies in one go
 _LOST_SECONDS = 10.0    # that a group which cannot be reached is not asked again
+_CLOSE_SECONDS = 30.0   # that a released model waits for copies of a few spans
 
 
 def machine() -> str:
@@ -96,10 +97,13 @@ class Records:
                 self._change.notify_all()
 
     def close(self) -> None:
-        """Waits until nobody uses the files; from now on nobody can."""
+        """Waits until nobody uses the files, at most _CLOSE_SECONDS; from now on nobody can."""
         with self._change:
             self._closed = True
-            self._change.wait_for(lambda: not self._users)
+            if not self._change.wait_for(lambda: not self._users, _CLOSE_SECONDS):
+                # Whoever it is keeps its mapping. A span that it writes later has a checksum of its own key.
+                logger.error("%s: %d copies of spans have not ended within %g s of the model's release; the release "
+                             "goes on without them", self._paths[0], self._users, _CLOSE_SECONDS)
             self._files = []
 
 

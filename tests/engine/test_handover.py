@@ -18,7 +18,8 @@ from allspark_client import AsModelConfig, ClientEngine
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_launch.group.background import background_group
 from allspark_server import Engine
-from allspark_server.engine.handover import Handover
+from allspark_server.engine import handover
+from allspark_server.engine.handover import Handover, Records
 from allspark_server.runtime.host_cache import HEADER, SpanRecords, records_path
 
 pytest.importorskip("torch")
@@ -227,3 +228,23 @@ def test_recurrent_states_and_windows(tmp_path, name, length):
         reach = (length - 1) // (64 if name == "qwen3-5" else 32) * (64 if name == "qwen3-5" else 32)
         assert decode.metric("handover_tokens_total") == decode.engine.get_as_engine_stat("m").prefix_cache_hit_token
         assert decode.metric("handover_tokens_total") == reach
+
+
+def test_the_release_of_a_model_waits_for_copies_but_not_for_ever(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(handover, "SpanRecords", lambda path, writable: path)
+    records = Records(str(tmp_path), "m", 2)
+    with records.open():
+        closing = threading.Thread(target=records.close)
+        closing.start()
+        closing.join(0.2)
+        assert closing.is_alive()
+    closing.join(10)
+    assert not closing.is_alive() and not caplog.records
+    with pytest.raises(ValueError, match="the model was released"), records.open():
+        pass
+
+    monkeypatch.setattr(handover, "_CLOSE_SECONDS", 0.1)
+    records = Records(str(tmp_path), "m", 2)
+    with records.open():
+        records.close()
+    assert "1 copies of spans have not ended within 0.1 s" in caplog.text
