@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ class DeviceLost(RuntimeError):
     """
 
 
+@functools.cache
 def native_library() -> ModuleType:
-    """The module `allspark_server._native`.
+    """The module `allspark_server._native`. Asks the CPU once.
 
     Raises ImportError, which says what to do, if the module is missing, cannot be loaded, or has no kernels for this
     CPU.

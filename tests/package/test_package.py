@@ -46,6 +46,7 @@ def test_native_library_that_cannot_be_had(monkeypatch, result, problem):
         return result
 
     monkeypatch.setattr(importlib, "import_module", import_module)
+    native_library.cache_clear()
     with pytest.raises(ImportError, match=problem):
         native_library()
 
