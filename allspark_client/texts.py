@@ -45,8 +45,7 @@ def rerank(engine: AbstractEngine, model_name: str, query: str, documents: Seque
     if not info.labels:
         vectors = [embed(engine, model_name, one, prompt=prompt, truncate=truncate)
                    for one, prompt in zip(([query], given), document_prompts(info))]
-        cosines: Array = (vectors[1] * vectors[0]).sum(axis=1)
-        return cosines
+        return cosines(*vectors)
     check_reranker(info)
     return scores_of(info, outputs(engine, info, [{"text": query, "text_pair": one} for one in given], "auto",
                                    truncate))[:, 0]
@@ -143,6 +142,12 @@ def shortened(vectors: Array, info: ModelInfo, dimensions: int | None, normalize
     if normalize:
         vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
     return vectors
+
+
+def cosines(first: Array, second: Array) -> Array:
+    """The cosine of each pair of vectors of length 1. `first` has one, or as many as `second`."""
+    sums: Array = (first * second).sum(axis=1)
+    return sums
 
 
 def scores_of(info: ModelInfo, logits: Sequence[Array] | Array) -> Array:

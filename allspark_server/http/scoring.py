@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from allspark_client.errors import AllSparkError
-from allspark_client.texts import check_reranker, document_prompts, scores_of, shortened
+from allspark_client.texts import check_reranker, cosines, document_prompts, scores_of, shortened
 from allspark_client.types import ModelInfo
 
 from .call import Call, new_id
@@ -80,7 +80,7 @@ async def _scores(call: Call, request: Any, info: ModelInfo, first: Sequence[str
         inputs = [{"text": before + one} for one in first] + [{"text": after + one} for one in second]
         found, tokens = await outputs_of(call, request, info, inputs, name)
         vectors = shortened(found, info, None, True)
-        return (vectors[:len(first)] * vectors[len(first):]).sum(axis=1), tokens
+        return cosines(vectors[:len(first)], vectors[len(first):]), tokens
     try:
         check_reranker(info)
     except AllSparkError as error:
