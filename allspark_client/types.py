@@ -259,7 +259,7 @@ class ModelInfo:
     span_size: int = 0
     max_step_tokens: int = 0
     max_batch: int = 0
-    weight_bytes: int = 0               #: on rank 0
+    weight_bytes: int = 0               #: on rank 0, with those that make drafts
     cache_bytes: int = 0                #: on rank 0
     ranks: int = 1
     isa: str = ""

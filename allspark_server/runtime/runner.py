@@ -217,7 +217,7 @@ class ModelRunner:
             name=config.model_name, architecture=net.architecture, vocab_size=net.vocab_size, num_layers=net.num_layers,
             eos_token_ids=list(net.eos_token_ids), max_length=config.engine_max_length, num_spans=num_spans,
             span_size=config.cache_span_size, max_step_tokens=rows, max_batch=config.engine_max_batch,
-            weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
+            weight_bytes=self._weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
             isa=self._device.isa, weight_dtype=model.weight_dtype, cache_dtype=model.cache_dtype,
             model_hash=hash_of_model, host_spans=host_spans,
             host_cache_bytes=self._executor.host_cache_bytes(host_spans) if host_spans else 0,
@@ -229,6 +229,10 @@ class ModelRunner:
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops), draft_layers=model.draft_layers,
             **text_outputs(model.graph, model.opened.tokenizer_dir),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
+
+    def _weight_bytes(self) -> int:
+        """Bytes of the model's weights and of those that make its drafts, on this rank."""
+        return sum(executor.weight_bytes() for executor in (self._executor, *self._draft_executors))
 
     def warm_up(self, count: int) -> tuple[int, int]:
         """Runs up to `count` of the steps after which no request meets the first launch of a kernel.
@@ -288,7 +292,7 @@ class ModelRunner:
         self._loaded()
         began = time.perf_counter()
         name, verb = self.config.model_name, "load" if loaded else "unload"
-        size = sum(executor.weight_bytes() for executor in (self._executor, *self._draft_executors))
+        size = self._weight_bytes()
         if not loaded and size > (available := memory.available_memory(self.world)):
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
                                 f"unload_device_mem of model {name!r}: rank {self.rank} of {self.world} needs "

@@ -124,13 +124,14 @@ def test_no_bit_changes(name, layers, paths, engine_of):
     engine, order, path = engine_of("engine"), list(range(len(REQUESTS))), paths(name, layers=layers)
     with Installed(engine, path, "off") as plain:
         expected = plain.run(order, together=False)
+        weights = engine.get_model_info(plain.name).weight_bytes
     random.Random(5).shuffle(order)
     with Installed(engine, path) as drafting:
         assert drafting.run(order, together=True) == expected
         counters = drafting.counters
         assert 0 < counters.accepted_tokens < counters.drafted_tokens
         info = engine.get_model_info(drafting.name)
-        assert info.draft_layers == layers
+        assert info.draft_layers == layers and info.weight_bytes > weights
     small = 15 * (1 + layers) * (info.cache_bytes // info.num_spans)    # of the model; the head's layers come on top
     with Installed(engine, path, cache_memory=small) as drafting:
         assert drafting.run(order, together=True) == expected
