@@ -326,6 +326,8 @@ class ModelState:
     aliases: list[str] = field(default_factory=list)        #: further names for HTTP clients
     on_demand: bool = False     #: it is not loaded now, and load_model or a request loads it
     isa: str = ""               #: instruction set, or GPU, that computes it
+    #: loaded or not: it was installed with on_demand, so requests load it, and unload_model unloads it
+    installed_on_demand: bool = False
 
 
 @dataclass

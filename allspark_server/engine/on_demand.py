@@ -109,8 +109,8 @@ class OnDemandModels:
         """The states of the models that are not loaded."""
         with self._lock:
             listed = [(name, entry) for name, entry in self.listed.items() if name not in self._models]
-        return [ModelState(name, False, "", aliases=list(entry.config.aliases), on_demand=entry.started)
-                for name, entry in listed]
+        return [ModelState(name, False, "", aliases=list(entry.config.aliases), on_demand=entry.started,
+                           installed_on_demand=True) for name, entry in listed]
 
     def entries(self) -> list[tuple[AsModelConfig, bool, list[str]]]:
         """The config, whether it is started, and the adapters of each model that is not loaded."""

@@ -130,7 +130,7 @@ class ServedModel:
         load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
         return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
                           self.scheduler.pending_tokens, {a.name: a.digest for a in self.adapters},
-                          list(self.config.aliases), isa=self.info.isa)
+                          list(self.config.aliases), isa=self.info.isa, installed_on_demand=self.config.on_demand)
 
     @property
     def has_work(self) -> bool:

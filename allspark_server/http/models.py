@@ -27,7 +27,7 @@ async def _cards(call: Call, model: ModelState) -> list[dict[str, Any]]:
     reasoning, which is a guess where the chat template has tool calls of no known form, and whether they see images.
     """
     card: dict[str, Any] = {"id": model.name, "object": "model", "created": call.worker.started,
-                            "owned_by": "allspark", "loaded": model.running}
+                            "owned_by": "allspark", "loaded": model.running, "on_demand": model.installed_on_demand}
     if model.running:
         info = await call.pool.info(model.name)
         card |= {"max_model_len": info.max_length, "chat_format": info.chat_format,

@@ -171,6 +171,7 @@ class Pool:
                 known = merged.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
                 known.running, known.load = known.running or model.running, known.load + model.load
                 known.on_demand = known.on_demand or model.on_demand
+                known.installed_on_demand = known.installed_on_demand or model.installed_on_demand
                 known.aliases += [alias for alias in model.aliases if alias not in known.aliases]
                 if model.running:
                     known.adapters |= model.adapters

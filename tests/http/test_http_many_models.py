@@ -56,11 +56,13 @@ def test_a_request_loads_its_model(server):
         cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
         assert {name: card["loaded"] for name, card in cards.items()} == \
             {"m": True, "a": False, "gpt-a": False, "b": False, "gpt-b": False}
+        assert {name for name, card in cards.items() if card["on_demand"]} == {"a", "gpt-a", "b", "gpt-b"}
         assert cards["gpt-a"]["parent"] == "a" and "max_model_len" not in cards["a"]
         answer = ask(http, "gpt-a")
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"][0]["message"]["content"] == "hello" and "a" in loaded(engine)
-        assert http.get("/v1/models/a").json()["max_model_len"] > 0
+        card = http.get("/v1/models/a").json()
+        assert card["max_model_len"] > 0 and card["loaded"] and card["on_demand"]
         assert http.post("/models/unload", json={"model": "a"}).json() == {"success": True}
         assert "a" not in loaded(engine)
         assert http.post("/models/load", json={"model": "gpt-b"}).json() == {"success": True} and "b" in loaded(engine)
