@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from allspark_client.config import UNQUANTIZED
 from allspark_server.runtime.native import cuda_library, native_library
-from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import SAMPLE, Flag, NewSlot, StepPlan, WorkItem
+from allspark_server.runtime.sampler_digest import SAMPLINGS, fixed_values, more_samplings, sample, sampled
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100, 32
 EXPERTS, TOP = 7, 3
@@ -33,24 +34,6 @@ FOREIGN: tuple[tuple[str, int, dict[str, Any]], ...] = (
            ("int8", 16, {"scales": "float16", "zeros": "none", "super_group": 256, "scale_bits": 8, "center": 32}),
            ("e4m3", 64, {"scales": "float32", "zeros": "none"}), ("nf4", 64, {"scales": "float32", "zeros": "none"}))
 CACHES = ("float32", "bfloat16", "int8", "uint4")
-SAMPLINGS = (
-    SamplingParams(do_sample=False, logprobs=True, top_logprobs=5),
-    SamplingParams(seed=11, logprobs=True),
-    SamplingParams(seed=12, temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2),
-    SamplingParams(seed=13, temperature=3.0, top_k=1050, top_p=0.99, logprobs=True),
-)
-
-
-def fixed_values(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """float32 values in [-1, 1) of this shape, computed exactly by splitmix64."""
-    count = int(np.prod(shape))
-    x = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    x = (x ^ (x >> np.uint64(31))) >> np.uint64(40)
-    return (x.astype(np.float32) * np.float32(2**-23) - np.float32(1)).reshape(shape)
-
-
 def _on_cpu() -> Any:
     return native_library().Executor(num_threads=1)
 
@@ -442,41 +425,6 @@ def _run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int
     return digest.hexdigest()[:16]
 
 
-def _sampled(cases: Iterable[tuple[SamplingParams, np.ndarray]]) -> str:
-    """Digest of tokens sampled from a vocabulary of realistic size, in large chunks, by parameters and history."""
-    digest, logits = hashlib.sha256(), _logits()
-    for params, history in cases:
-        block = np.frombuffer(params.encode(), np.int32)
-        sampled = native_library().sample_once([logits[:10_240], logits[10_240:]], block, history)
-        digest.update(repr((sampled["token"], np.float32(sampled["logprob"]).tobytes(), sampled["top_ids"])).encode())
-        digest.update(np.float32(sampled["top_logprobs"]).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _logits() -> np.ndarray:
-    return fixed_values((20_000,), 1) * np.float32(6)
-
-
-def _sample() -> str:
-    return _sampled((params, np.arange(0, 3000, 7, dtype=np.int32)) for params in SAMPLINGS)
-
-
-def more_samplings() -> list[tuple[SamplingParams, np.ndarray]]:
-    """Parameters and histories with the fields that SAMPLINGS do not use. The history has the likeliest tokens, so that
-    each field decides the token.
-    """
-    a, b, c, d = np.argsort(-_logits(), kind="stable")[:4].tolist()
-    history = np.array([b, 50, 60, a, c, c, d, 50, 60], np.int32)
-    fields: tuple[dict[str, Any], ...] = (
-        {"repetition_penalty": 1.3}, {"presence_penalty": 0.5}, {"presence_penalty": 0.5, "prompt_len": 4},
-        {"frequency_penalty": 0.5}, {"frequency_penalty": 0.5, "prompt_len": 4}, {"no_repeat_ngram_size": 3},
-        {"suppress_repetition_in_generation": True, "repetition_penalty": 1.3, "prompt_len": 4},
-        {"min_length": 100, "eos": (a,)}, {"bad_words": ((a,), (60, b))}, {"logit_bias": ((7, 9.5), (a, -3.0))},
-        {"do_sample": True, "temperature": 3.0, "min_p": 0.9}, {"do_sample": True, "sample_index": 2})
-    return [(SamplingParams(**{"do_sample": False, "seed": 14, "logprobs": True, "top_logprobs": 3, **each}), history)
-            for each in fields]
-
-
 def _foreign(dtype: str, group: int, layout: dict[str, Any]) -> str:
     """Digest of GEMMs of a matrix whose scales have this layout."""
     n, k, e = 70, 576, native_library().Executor(num_threads=1)
@@ -506,7 +454,7 @@ def result_digests() -> dict[str, str]:
     """Digests by case: each weight format, the sampler, then each cache type with a long prompt."""
     found = {f"weights {weights}": _run(_executor(weights, group, "float32"), (3, 37, 1, 290))
              for weights, group in WEIGHTS}
-    found["vocabulary"] = _sample()
+    found["vocabulary"] = sample()
     found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache), (LONG,)) for cache in CACHES}
     return found
 
@@ -523,7 +471,7 @@ def variant_digests() -> dict[str, str]:
     """Digests of what the other models and samplings do not use, by weight format."""
     found = {f"variant {weights}": _run_variant(_variant(weights, group)) for weights, group in WEIGHTS}
     found["variant long"] = _run_variant(_variant("float32", 0, long=True))
-    return {**found, "samplings": _sampled(more_samplings())}
+    return {**found, "samplings": sampled(more_samplings())}
 
 
 @functools.lru_cache(maxsize=1)
@@ -587,7 +535,7 @@ def gpu_digests(index: int) -> dict[str, str]:
         except ValueError as error:     # experts of 16 bits on a GPU with little shared memory
             result = str(error)
         found[f"variant {long} {weights}"] = result
-    return {**found, "vocabulary": _sample(), "samplings": _sampled(more_samplings()), "device": "CUDA"}
+    return {**found, "vocabulary": sample(), "samplings": sampled(more_samplings()), "device": "CUDA"}
 
 
 def results_digest(gpu: int | None = None) -> str:

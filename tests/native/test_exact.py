@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.digest import fixed_values
+from allspark_server.runtime.sampler_digest import fixed_values
 
 PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211707")
 

@@ -13,7 +13,7 @@ import pytest
 
 from allspark_server import _native
 from allspark_server.models.ops import op_specs
-from allspark_server.runtime import digest
+from allspark_server.runtime import digest, sampler_digest
 from allspark_server.runtime.plan import SamplingParams
 
 # Positions of text are one-dimensional. The CPU backend has no sections of rotary tables, and a backend that gets them
@@ -146,13 +146,14 @@ def test_every_attribute_changes_the_digest():
 
 def test_every_field_of_the_sampling_parameters_changes_the_digest():
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    cases = [(params, np.arange(0, 3000, 7, dtype=np.int32)) for params in digest.SAMPLINGS] + digest.more_samplings()
+    cases = [(params, np.arange(0, 3000, 7, dtype=np.int32)) for params in sampler_digest.SAMPLINGS]
+    cases += sampler_digest.more_samplings()
     changing = set()
     for params, history in cases:
-        before = digest._sampled([(params, history)])
+        before = sampler_digest.sampled([(params, history)])
         for name, default in fields.items():
             if getattr(params, name) != default:
-                if digest._sampled([(dataclasses.replace(params, **{name: default}), history)]) != before:
+                if sampler_digest.sampled([(dataclasses.replace(params, **{name: default}), history)]) != before:
                     changing.add(name)
     assert changing == set(fields)
 

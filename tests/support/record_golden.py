@@ -38,7 +38,7 @@ MODELS = {
 
 def write_model(name: str, directory: Path) -> Path:
     """Writes a checkpoint of fixed weights, which do not depend on the version of any library."""
-    from allspark_server.runtime.digest import fixed_values
+    from allspark_server.runtime.sampler_digest import fixed_values
     from allspark_server.weights.safetensors import write_safetensors
 
     config = {**_SIZES, **MODELS[name]}
