@@ -235,7 +235,8 @@ class VisionConfig:
     side: rows of the square table of positions, 0 for none. taps: layers whose rows become outputs, too, beside those
     of the last one (DeepStack). activation: of the MLP, for the op `activate`; "" for a gated MLP with SiLU. norm:
     "layer" or "rms". window: side of a window of attention in patches, 0 for none; whole: layers without windows.
-    patch_bias: the embedding of patches has a bias. family: the function of models/vision.py that builds it.
+    patch_bias, projector_bias: the embedding of patches, and the layers after the last one, have biases. merger_eps: of
+    the norm before rows are merged, where it is its own. family: the function of models/vision.py that builds it.
     """
 
     patch: int
@@ -248,6 +249,8 @@ class VisionConfig:
     window: int = 0
     whole: tuple[int, ...] = ()
     patch_bias: bool = False
+    projector_bias: bool = True
+    merger_eps: float = 1e-6
     family: str = "qwen"
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allspark_server.models.blocks import gated_mlp, sliced_qkv
+from allspark_server.models.blocks import gated_mlp, output_projection, qkv_projection, sliced_qkv
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE, Fields
 from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
 from allspark_server.models.network import EncoderConfig, ModelConfig, RopeConfig, VisionConfig
@@ -92,15 +92,17 @@ def _mlp(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig) -> Tensor:
 
 
 def _two_layers(graph: Graph, x: Tensor, first: str, last: str, inner: Split, activation: str, outputs: int,
-                out: str) -> Tensor:
+                out: str, *, bias: bool = True) -> Tensor:
     """last(activation(first(x))), the inner features divided among ranks."""
+    def added(name: str, part: Part, first_rank_only: bool = False) -> Weight | None:
+        return graph.weight(Weight(name, (part,), first_rank_only=first_rank_only)) if bias else None
+
     columns = sum(block.width for block in x.blocks)
-    weight = graph.matrix(f"{first}.weight", inner.width, columns, row_split=inner)
-    added = graph.weight(Weight(f"{first}.bias", (Part(f"{first}.bias", inner.width, inner),)))
-    hidden = graph.activate(graph.linear(x, weight, added, out=f"{out}_inner"), activation)
-    weight = graph.matrix(f"{last}.weight", outputs, inner.width, column_split=inner)
-    added = graph.weight(Weight(f"{last}.bias", (Part(f"{last}.bias", outputs),), first_rank_only=True))
-    return graph.all_reduce(graph.linear(hidden, weight, added, out=out))
+    weight, name = graph.matrix(f"{first}.weight", inner.width, columns, row_split=inner), f"{first}.bias"
+    hidden = graph.linear(x, weight, added(name, Part(name, inner.width, inner)), out=f"{out}_inner")
+    weight, name = graph.matrix(f"{last}.weight", outputs, inner.width, column_split=inner), f"{last}.bias"
+    return graph.all_reduce(graph.linear(graph.activate(hidden, activation), weight,
+                                         added(name, Part(name, outputs), True), out=out))
 
 
 def _merger(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig, after: bool = False) -> Tensor:
@@ -121,7 +123,45 @@ def _features(width: int) -> Split:
     return Split(width // unit, unit)
 
 
-BUILDERS = {"qwen": _qwen}
+# -- Pixtral, Mistral 3 ------------------------------------------------------------------------------------------------
+def _pixtral(config: ModelConfig) -> Graph:
+    """Pixtral's tower: RMS norms, no biases, gated MLPs, and a rotary embedding in which height and width take turns
+    with the frequencies of a head. Mistral 3 merges patches; a projector of two layers ends it.
+    """
+    vision = config.vision
+    assert vision is not None
+    graph = Graph(config)
+    frequencies = rotary_of(RopeConfig(theta=config.rope.theta), config.head_dim).inv_freq
+    both = Rotary(config.head_dim, config.rope.theta, [*frequencies[::2], *frequencies[1::2]])  # type: ignore[arg-type]
+    graph.rotary_table(both, temporal=0, height=config.head_dim // 4, width=config.head_dim // 4)
+    x = _norm(graph, _embed_patches(graph, "patch_conv", False), "ln_pre", vision, out="rows")
+    for layer in range(config.num_layers):
+        prefix = f"transformer.layers.{layer}"
+        h = _norm(graph, x, f"{prefix}.attention_norm", vision)
+        qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.attention", bias=False))
+        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.attention"))
+        h = _norm(graph, x, f"{prefix}.ffn_norm", vision)
+        halves = (graph.intermediate, graph.intermediate)
+        weight, _ = graph.packed(f"{prefix}.feed_forward", ("gate_proj", "up_proj"), halves, config.hidden_size, False)
+        both_halves = graph.linear(h, weight, None, out="gate_up")
+        inner = graph.gelu_mul(both_halves) if vision.activation == "gelu" else graph.silu_mul(both_halves)
+        graph.add(x, graph.row_parallel_linear(inner, f"{prefix}.feed_forward.down_proj", graph.intermediate, False,
+                                               out="branch"))
+    if vision.merge > 1:
+        x = graph.op("rms_norm", x, weights=(graph.weight(Weight("projector.norm.weight", (
+            Part("projector.norm.weight", config.hidden_size),))),), out="normed", eps=vision.merger_eps)
+    width = config.hidden_size * vision.merge
+    merged = graph.op("merge_rows", x, out="merged", blocks=(Block(width),), count=vision.merge, how="interleave")
+    if vision.merge > 1:
+        name = "projector.patch_merger.merging_layer.weight"
+        merged = graph.linear(merged, graph.matrix(name, config.hidden_size, width), None, out="merged_rows")
+    graph.hidden_states(_two_layers(graph, merged, "projector.linear_1", "projector.linear_2",
+                                    _features(vision.outputs), "gelu", vision.outputs, "outputs",
+                                    bias=vision.projector_bias))
+    return graph
+
+
+BUILDERS = {"qwen": _qwen, "pixtral": _pixtral}
 
 
 def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
@@ -132,12 +172,13 @@ def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
 
 
 def tower_config(architecture: str, vision: VisionConfig, *, hidden: int, intermediate: int, layers: int, heads: int,
-                 eps: float) -> ModelConfig:
+                 eps: float, head_dim: int = 0, theta: float = 10_000.0) -> ModelConfig:
     """The description of a tower's layers."""
     return ModelConfig(
         architecture=f"{architecture} (vision tower)", hidden_size=hidden, intermediate_size=intermediate,
-        num_layers=layers, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads, vocab_size=1,
-        rms_norm_eps=eps, max_position_embeddings=MAX_PATCHES, encoder=EncoderConfig("mean"), vision=vision).checked()
+        num_layers=layers, num_heads=heads, num_kv_heads=heads, head_dim=head_dim or hidden // heads, vocab_size=1,
+        rms_norm_eps=eps, max_position_embeddings=MAX_PATCHES, rope=RopeConfig(theta=theta),
+        encoder=EncoderConfig("mean"), vision=vision).checked()
 
 
 def qwen_tower(fields: Fields, architecture: str, kind: str) -> ModelConfig:
@@ -182,3 +223,34 @@ def qwen_tower(fields: Fields, architecture: str, kind: str) -> ModelConfig:
         intermediate = _size(own, "intermediate_size", 4304)
     return tower_config(architecture, vision, hidden=hidden, intermediate=intermediate, layers=layers, heads=heads,
                         eps=1e-6)
+
+
+def pixtral_tower(fields: Fields, architecture: str) -> ModelConfig:
+    """The tower of a Pixtral or Mistral 3 checkpoint by its vision_config and the fields beside it."""
+    own = Fields(fields.need("vision_config", dict), fields.path, "vision_config.")
+    text = fields.need("text_config", dict)
+    if own.get("model_type", str, "pixtral") != "pixtral":
+        raise own.error("model_type", f"is {own.values['model_type']!r}: only 'pixtral' is served")
+    if fields.get("vision_feature_layer", int, -1) != -1:
+        raise fields.error("vision_feature_layer", f"is {fields.values['vision_feature_layer']}: only -1 is served")
+    if fields.get("projector_hidden_act", str, "gelu") != "gelu":
+        raise fields.error("projector_hidden_act", "is not 'gelu', which alone is served")
+    activation = own.get("hidden_act", str, "gelu")
+    if activation not in ("gelu", "silu"):
+        raise own.error("hidden_act", f"is {activation!r}: served are gelu and silu")
+    hidden, heads = _size(own, "hidden_size", 1024), _size(own, "num_attention_heads", 16)
+    head_dim = _size(own, "head_dim", hidden // heads, MAX_HEAD_DIM)
+    if head_dim % 4:
+        raise own.error("head_dim", f"is {head_dim}: it must be a multiple of 4")
+    merges = "spatial_merge_size" in fields.values or fields.get("model_type", str) == "mistral3"
+    size, outputs = _size(own, "patch_size", 16, 1024), Fields(text, fields.path, "text_config.")
+    vision = VisionConfig(
+        patch=3 * size * size, merge=_size(fields, "spatial_merge_size", 2, 16) ** 2 if merges else 1,
+        outputs=_size(outputs, "hidden_size", 4096), norm="rms", family="pixtral",
+        activation="gelu" if activation == "gelu" else "",
+        projector_bias=fields.get("multimodal_projector_bias", bool, not merges),
+        merger_eps=outputs.get("rms_norm_eps", float, 1e-6))
+    rope = Fields(own.get("rope_parameters", dict, {}), fields.path, "vision_config.rope_parameters.")
+    return tower_config(architecture, vision, hidden=hidden, intermediate=_size(own, "intermediate_size", 4096),
+                        layers=_size(own, "num_hidden_layers", 24, MAX_LAYERS), heads=heads, eps=1e-5,
+                        head_dim=head_dim, theta=rope.get("rope_theta", float, own.get("rope_theta", float, 10_000.0)))

@@ -292,12 +292,13 @@ class TextPart(Renamed):
 class VisionPart(Renamed):
     """The vision tower of a multimodal checkpoint. The convolution that embeds patches is a matrix."""
 
-    PREFIXES = ("visual.", "model.visual.")
-    CONVOLUTIONS = ("patch_embed.proj.weight",)
+    PREFIXES = (("visual.", ""), ("vision_tower.", ""), ("multi_modal_projector.", "projector."))
+    CONVOLUTIONS = ("patch_embed.proj.weight", "patch_conv.weight")
 
     def __init__(self, source: Source):
-        super().__init__(source, {name[len(prefix):]: name for prefix in self.PREFIXES for name in source.names()
-                                  if name.startswith(prefix)})
+        names = {name.removeprefix("model."): name for name in source.names()}  # transformers 5 has the prefix
+        super().__init__(source, {own + name[len(prefix):]: stored for prefix, own in self.PREFIXES
+                                  for name, stored in names.items() if name.startswith(prefix)})
 
     def get(self, name: str) -> StoredTensor:
         """See `Source.get`."""

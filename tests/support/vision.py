@@ -15,11 +15,11 @@ import transformers
 from PIL import Image as Pillow
 
 from allspark_client.images import Image
-from allspark_server.images import read_processor
+from allspark_server.images import ImageInput, read_processor
 from support.checkpoints import VOCAB, _root, randomize
 from support.tiny_tokenizer import add_tokenizer
 
-MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]")
 START, PAD, END = 3, 4, 5       # their ids in the tiny tokenizer
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -29,13 +29,23 @@ TEMPLATE = (
 )
 _TEXT = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 131,
          "num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 2048}
-_IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 6}
+_IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 9}
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 6, "merge_size": 2,
+             "temporal_patch_size": 2, "min_pixels": 144, "max_pixels": 40_000},
+    "pixtral": {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 6, "width": 6},
+                "size": {"longest_edge": 200}},
+}
 
 
 def _rope(sections: list[int], head_dim: int, **more: Any) -> dict[str, Any]:
     assert sum(sections) == head_dim // 2
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}}
 
+
+_MISTRAL = {**_TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None}
+_PIXTRAL = {"model_type": "pixtral", "hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3,
+            "intermediate_size": 99, "head_dim": 24, "patch_size": 6, "image_size": 240}
 
 #: by name: the model's type, its class, and the fields of its config.json
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -64,6 +74,11 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
                         **_rope([2, 1, 1], 8, mrope_interleaved=True, partial_rotary_factor=0.25)},
         "vision_config": {"depth": 2, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96,
                           "out_hidden_size": 96, "patch_size": 6, "num_position_embeddings": 25}}),
+    "mistral3": ("mistral3", "Mistral3ForConditionalGeneration", {
+        "text_config": _MISTRAL, "vision_config": {**_PIXTRAL, "hidden_act": "silu"}, "spatial_merge_size": 2}),
+    "pixtral": ("llava", "LlavaForConditionalGeneration", {
+        "text_config": _MISTRAL, "vision_config": {**_PIXTRAL, "hidden_act": "gelu"}, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full"}),
 }
 
 
@@ -71,7 +86,9 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def checkpoint(name: str) -> Path:
     """Writes a checkpoint of CONFIGS with tokenizer, template and image processor; returns its directory."""
     kind, architecture, fields = CONFIGS[name]
-    config = transformers.AutoConfig.for_model(kind, **fields, **_IDS, tie_word_embeddings=False)
+    qwen = kind.startswith("qwen")
+    marks = _IDS if qwen else {"image_token_index": PAD}
+    config = transformers.AutoConfig.for_model(kind, **fields, **marks, tie_word_embeddings=False)
     model = getattr(transformers, architecture)(config).eval()
     randomize(model, kind, zlib.crc32(name.encode()))
     directory = _root() / f"vision-{name}"
@@ -80,8 +97,7 @@ def checkpoint(name: str) -> Path:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
     (directory / "preprocessor_config.json").write_text(json.dumps(
-        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 6, "merge_size": 2, "temporal_patch_size": 2,
-         "min_pixels": 144, "max_pixels": 40_000, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+        {**_PROCESSORS["qwen" if qwen else "pixtral"], "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
     return directory
 
 
@@ -101,17 +117,29 @@ class Reference:
         self.model = getattr(transformers, CONFIGS[name][1]).from_pretrained(directory, dtype=torch.float32).eval()
         found = read_processor(directory, json.loads((directory / "config.json").read_text()))
         assert found is not None
-        self.processor = found
+        self.processor, self._qwen = found, name.startswith("qwen")
 
     def inputs(self, ids: list[int], images: list[Image]) -> dict[str, torch.Tensor]:
         """The arguments of the model for a prompt, whose images are expanded already."""
         found = self.processor.process(images)
-        given = {"input_ids": torch.tensor([ids]),
-                 "mm_token_type_ids": (torch.tensor([ids]) == PAD).to(torch.int32)}
-        if found:
+        given = {"input_ids": torch.tensor([ids])}
+        if self._qwen:
+            given["mm_token_type_ids"] = (given["input_ids"] == PAD).to(torch.int32)
             given["pixel_values"] = torch.from_numpy(np.concatenate([image.patches for image in found]))
             given["image_grid_thw"] = torch.tensor([image.grid for image in found])
-        return given
+            return given
+        pixels = [self._pixels(image) for image in found]
+        sizes = np.array([each.shape[1:] for each in pixels])
+        padded = np.zeros((len(pixels), 3, *sizes.max(0)), np.float32)
+        for room, each in zip(padded, pixels):
+            room[:, :each.shape[1], :each.shape[2]] = each
+        return {**given, "pixel_values": torch.from_numpy(padded), "image_sizes": torch.from_numpy(sizes)}
+
+    def _pixels(self, image: ImageInput) -> np.ndarray:
+        """The pixels of an image's patches, [3, height, width]."""
+        (_, rows, columns), merge, patch = image.grid, self.processor.merge, self.processor.patch
+        parts = image.patches.reshape(rows // merge, columns // merge, merge, merge, 3, patch, patch)
+        return parts.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * patch, columns * patch)
 
     def logits(self, ids: list[int], images: list[Image]) -> np.ndarray:
         """Logits of all positions, [positions, vocabulary]."""
