@@ -10,6 +10,7 @@ from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .engine import AbstractEngine, as_token_ids
 from .errors import AllSparkError, AsStatus
 from .generation import AsyncGeneration, Generation, Usage
+from .images import Image
 from .queue import ResultQueue
 from .runtime_config import AsModelRuntimeConfigBuilder
 from .types import (
@@ -35,7 +36,7 @@ __all__ = [
     "ASGenerationConfigBuilder", "AbstractEngine", "AllSparkError", "AsCacheMode", "AsEngineStat",
     "AsEvictionStrategy", "AsFileInfo", "AsMHAPrefill", "AsModelConfig", "AsModelRuntimeConfigBuilder",
     "AsSchedulingStrategy", "AsStatus", "AsyncClientEngine", "AsyncGeneration", "ClientEngine", "GenerateConfig",
-    "GenerateRequestStatus", "GeneratedElements", "Generation", "ModelInfo", "ModelState", "RequestStatInfo",
+    "GenerateRequestStatus", "GeneratedElements", "Generation", "Image", "ModelInfo", "ModelState", "RequestStatInfo",
     "ResultQueue", "RoPEScaleMethod", "TargetDevice", "TlsConfig", "Usage", "VocabType", "__version__",
     "as_token_ids",
 ]
