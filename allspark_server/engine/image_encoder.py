@@ -81,7 +81,7 @@ class ImageEncoder:
     """The vision tower of a model as the pipeline sees it; `request` is for any thread.
 
     `failure`: why it computes no more images, until its model is loaded again. `most_tokens`: the most embedding rows
-    of an image.
+    of an image. `vision`: the tower's description.
     """
 
     has_quarantined = has_others = False
@@ -93,7 +93,7 @@ class ImageEncoder:
         """
         self.name = tower_name(model)
         self.failure: str | None = None
-        self._model, self._vision, self._rows, self._most = model, tower.vision, tower.rows, most_bytes
+        self._model, self.vision, self._rows, self._most = model, tower.vision, tower.rows, most_bytes
         self._operations, self.most_tokens, self._most_parts = tower.operations, tower.tokens, tower.ops
         self._wake = wake
         self._lock = threading.Lock()       # of the next three
@@ -161,7 +161,7 @@ class ImageEncoder:
         hidden, begin = result.hidden, 0
         for job in step.jobs:
             rows = np.empty((job.image.tokens, hidden.shape[1]), np.float32)
-            order = _Order.of(job.image, self._vision)
+            order = _Order.of(job.image, self.vision)
             rows[order.units] = hidden[begin:begin + job.image.tokens]
             rows.flags.writeable = False
             begin += job.image.tokens
@@ -225,11 +225,11 @@ class ImageEncoder:
         sections: list[tuple[int, Any]] = []
         for slot, job in enumerate(jobs):
             patches = job.image.patches
-            count, order = len(patches), _Order.of(job.image, self._vision)
+            count, order = len(patches), _Order.of(job.image, self.vision)
             spans = list(range(span, span + -(-count // SPAN_SIZE)))
             span += len(spans)
             new.append(NewSlot(slot, np.zeros(count, np.int32), _SAMPLING))  # type: ignore[arg-type]
-            work.append(WorkItem(slot, count, int(Flag.HIDDEN), spans=spans, outputs=count // self._vision.merge))
+            work.append(WorkItem(slot, count, int(Flag.HIDDEN), spans=spans, outputs=count // self.vision.merge))
             sections.append(positions_section(slot, order.places, 0))
             if order.ends is not None:
                 sections.append((SEGMENTS, np.concatenate([np.array([slot], np.int32), order.ends])))

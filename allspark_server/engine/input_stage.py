@@ -139,6 +139,9 @@ class InputStage:
                                 f"images: model {self._info.name!r} ({self._info.architecture}) takes no images")
         if spec.text_pair is not None or spec.config.truncate_prompt_tokens is not None:
             raise ValueError("images: a prompt with images has no text_pair and is not cut (truncate_prompt_tokens)")
+        if self.images.together and (spec.config.prompt_logprobs is not None or spec.config.pooling is not None):
+            raise ValueError(f"images: prompt_logprobs and pooling are not available for prompts with images of model "
+                             f"{self._info.name!r}, which computes all rows of an image in one step")
         return self.images.read(self._text_ids(spec, bare), spec.images, self._info.max_length)
 
     def _text_ids(self, spec: RequestSpec, bare: bool) -> list[int]:

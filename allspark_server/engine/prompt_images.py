@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 class ImageStage:
     """The images of one model's requests. Any thread.
 
-    `encoder`: the model's vision tower.
+    `encoder`: the model's vision tower. `together`: rows of an image see each other in prompts.
     """
 
     def __init__(self, processor: ImageProcessor, encoder: ImageEncoder, rotary_parts: bool):
         """`rotary_parts`: whether the model turns rows by time, height and width of their positions."""
-        self.encoder = encoder
+        self.encoder, self.together = encoder, encoder.vision.together
         self._processor = processor.within(encoder.most_tokens)
         self._rotary_parts = rotary_parts
 
@@ -49,7 +49,7 @@ class ImageStage:
             own = places[end - image.tokens:end]
             placed.append(PlacedImage(image.digest, int(own[0]), int(own[-1]) + 1, own))
         if not self._rotary_parts:
-            return PromptImages(placed)
+            return PromptImages(placed, together=self.together)
         return PromptImages(placed, *rotary_positions(placed, [self._units(image) for image in images]))
 
     def compute(self, scope: str, images: Sequence[ImageInput], placed: PromptImages,

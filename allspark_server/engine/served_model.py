@@ -84,7 +84,7 @@ class ServedModel:
                     info.host_spans, info.span_size, host_spans, bool(config.host_cache_dir))
             prefix = PrefixCache(pool, keys, config.prefix_cache_ttl, host_cache=self.host_cache)
         chunk = min(config.engine_max_prefill_length or info.max_step_tokens, info.max_step_tokens)
-        if info.whole_texts:
+        if info.whole_texts or (images is not None and images.together):
             chunk = info.max_step_tokens
         self._guide = guide if masks is not None else None
         self._masks = MaskWriter(masks, self._fail_constrained) if masks is not None else None

@@ -16,6 +16,7 @@ from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph, Tensor
 from allspark_server.models.network import EncoderConfig, ModelConfig
 from allspark_server.models.sentence_modules import read_modules
+from allspark_server.models.vision import siglip_tower
 
 
 def gemma(config: ModelConfig) -> Graph:
@@ -34,6 +35,8 @@ def gemma(config: ModelConfig) -> Graph:
             graph.head_norm(qkv, 0, f"{prefix}.self_attn.q_norm.weight", unit_offset=1)
             graph.head_norm(qkv, 1, f"{prefix}.self_attn.k_norm.weight", unit_offset=1)
         graph.rope(qkv, **({"table": LOCAL} if window and config.local_rope is not None else {}))
+        if config.tower is not None:    # rows of an image see each other
+            scores["images"] = 1
         attended = graph.span_attention(qkv, layer, window=window, **scores)
         y = output_projection(graph, attended, f"{prefix}.self_attn", bias=bias)
         graph.add(x, norm(y, "post_attention_layernorm", "branch_normed"))
@@ -119,8 +122,8 @@ _GEMMA3: dict[str, Any] = {"window_pattern": 6, "rope_theta": 1e6, "local_theta"
 ARCHITECTURES = {
     "Gemma2ForCausalLM": Architecture(gemma, "gemma2", "Gemma 2", window_pattern=2, more=_gemma2, **_GEMMA),
     "Gemma3ForCausalLM": Architecture(gemma, "gemma3_text", "Gemma 3 (text)", **_GEMMA3),
-    "Gemma3ForConditionalGeneration": Architecture(gemma, "gemma3", "Gemma 3 (text part of the multimodal models)",
-                                                   translate=_translate, stored_as="text_part", **_GEMMA3),
+    "Gemma3ForConditionalGeneration": Architecture(gemma, "gemma3", "Gemma 3 that sees", translate=_translate,
+                                                   tower=siglip_tower, stored_as="text_part", **_GEMMA3),
     "Gemma3TextModel": Architecture(gemma, "gemma3_text", "EmbeddingGemma", translate=_halved_window,
                                     stored_as="prefixed_model", **{**_GEMMA3, "more": _embedding_gemma}),
 }

@@ -290,10 +290,12 @@ class Graph:
 
     def without_images(self) -> Graph:
         """The same model for devices that take no images: rotary positions are numbers, as they are in texts."""
-        parts = ("temporal", "height", "width", "interleaved_sections")
+        left_out = {"rotary_table": {"temporal", "height", "width", "interleaved_sections"},
+                    "span_attention": {"images"}}
         other = copy.copy(self)
-        other.ops = [replace(op, attrs={name: value for name, value in op.attrs.items() if name not in parts})
-                     if op.type == "rotary_table" else op for op in self.ops if op.type != "add_given"]
+        other.ops = [replace(op, attrs={name: value for name, value in op.attrs.items()
+                                        if name not in left_out.get(op.type, ())})
+                     for op in self.ops if op.type != "add_given"]
         return other
 
     def with_kept_hidden(self) -> Graph:

@@ -236,7 +236,8 @@ class VisionConfig:
     of the last one (DeepStack). activation: of the MLP, for the op `activate`; "" for a gated MLP with SiLU. norm:
     "layer" or "rms". window: side of a window of attention in patches, 0 for none; whole: layers without windows.
     patch_bias, projector_bias: the embedding of patches, and the layers after the last one, have biases. merger_eps: of
-    the norm before rows are merged, where it is its own. family: the function of models/vision.py that builds it.
+    the norm before rows are merged, where it is its own. tokens: outputs of each image, 0 if that depends on its size.
+    together: in prompts, rows of an image see each other. family: the function of models/vision.py that builds it.
     """
 
     patch: int
@@ -251,6 +252,8 @@ class VisionConfig:
     patch_bias: bool = False
     projector_bias: bool = True
     merger_eps: float = 1e-6
+    tokens: int = 0
+    together: bool = False
     family: str = "qwen"
 
     @property

@@ -7,6 +7,7 @@ order of an image's rows is that of its processor (allspark_server/images).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from allspark_server.models.blocks import gated_mlp, output_projection, qkv_projection, sliced_qkv
@@ -161,7 +162,35 @@ def _pixtral(config: ModelConfig) -> Graph:
     return graph
 
 
-BUILDERS = {"qwen": _qwen, "pixtral": _pixtral}
+# -- Gemma 3 -----------------------------------------------------------------------------------------------------------
+def _siglip(config: ModelConfig) -> Graph:
+    """Gemma 3's tower: SigLIP with a table of positions, whose rows are averaged, normed and projected."""
+    vision = config.vision
+    assert vision is not None
+    graph = Graph(config)
+    x = _embed_patches(graph, "embeddings.patch_embedding", True)
+    part = Part("embeddings.position_embedding.weight", vision.side ** 2 * config.hidden_size)
+    graph.op("grid_embedding", x, weights=(graph.weight(Weight(part.tensor, (part,))),), side=vision.side)
+    for layer in range(config.num_layers):
+        prefix = f"encoder.layers.{layer}"
+        h = graph.layer_norm(x, f"{prefix}.layer_norm1", "normed")
+        qkv = qkv_projection(graph, h, f"{prefix}.self_attn", bias=True)
+        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn", "out_proj",
+                                       bias=True))
+        h = graph.layer_norm(x, f"{prefix}.layer_norm2", "normed")
+        graph.add(x, _two_layers(graph, h, f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2", graph.intermediate, "gelu_tanh",
+                                 config.hidden_size, "branch"))
+    x = graph.layer_norm(x, "post_layernorm", "normed")
+    merged = graph.op("merge_rows", x, out="merged", count=vision.merge, how="mean")
+    part = Part("projector.mm_soft_emb_norm.weight", config.hidden_size)
+    normed = graph.op("rms_norm", merged, weights=(graph.weight(Weight(part.tensor, (part,))),), out="merged_normed",
+                      eps=vision.merger_eps, unit_offset=1)
+    weight = graph.matrix("projector.mm_input_projection_weight", vision.outputs, config.hidden_size)
+    graph.hidden_states(graph.linear(normed, weight, None, out="outputs"))
+    return graph
+
+
+BUILDERS = {"qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip}
 
 
 def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
@@ -254,3 +283,30 @@ def pixtral_tower(fields: Fields, architecture: str) -> ModelConfig:
     return tower_config(architecture, vision, hidden=hidden, intermediate=_size(own, "intermediate_size", 4096),
                         layers=_size(own, "num_hidden_layers", 24, MAX_LAYERS), heads=heads, eps=1e-5,
                         head_dim=head_dim, theta=rope.get("rope_theta", float, own.get("rope_theta", float, 10_000.0)))
+
+
+def siglip_tower(fields: Fields) -> ModelConfig:
+    """The tower of a Gemma 3 checkpoint by its vision_config and the fields beside it."""
+    own = Fields(fields.need("vision_config", dict), fields.path, "vision_config.")
+    text = Fields(fields.need("text_config", dict), fields.path, "text_config.")
+    if own.get("hidden_act", str, "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise own.error("hidden_act", f"is {own.values['hidden_act']!r}: only gelu_pytorch_tanh is served")
+    hidden, heads = _size(own, "hidden_size", 768), _size(own, "num_attention_heads", 12)
+    if hidden % heads or hidden // heads % 2:
+        raise own.error("num_attention_heads", f"is {heads}: they must divide {hidden} features into even parts")
+    size = _size(own, "patch_size", 16, 1024)
+    side, tokens = _size(own, "image_size", 224) // size, _size(fields, "mm_tokens_per_image", 256)
+    across = math.isqrt(tokens)
+    if across * across != tokens or side % across:
+        raise fields.error("mm_tokens_per_image", f"is {tokens}: expected the square of a number that divides {side}, "
+                                                  "the patches along a side of an image")
+    eps = own.get("layer_norm_eps", float, 1e-6)
+    vision = VisionConfig(
+        patch=3 * size * size, merge=(side // across) ** 2, outputs=_size(text, "hidden_size", 2304), side=side,
+        patch_bias=True, tokens=tokens, together=True, family="siglip", merger_eps=eps)
+    window = text.get("sliding_window", int, 4096)
+    if window < tokens:
+        raise text.error("sliding_window", f"is {window}, less than the {tokens} tokens of an image")
+    return tower_config("Gemma3ForConditionalGeneration", vision, hidden=hidden,
+                        intermediate=_size(own, "intermediate_size", 3072),
+                        layers=_size(own, "num_hidden_layers", 12, MAX_LAYERS), heads=heads, eps=eps)

@@ -25,6 +25,7 @@ Kinds of sections that the CPU backend knows:
     SEGMENTS  slot, then ends: where the segments of a new slot's positions end, for attention within segments
     PART      part, parts: only this part of the step's ops is run. The plans of the parts behind the first one have no
               more than this section, and no other step of the model comes between them
+    IMAGES    slot, then begin and end of each image of a new slot whose rows see each other. No chunk ends within one
 
 The ranks' native code reads this form. `StepPlan` is the form that tests and tools make and read.
 """
@@ -45,7 +46,7 @@ MAX_STEP_PROBES = 32
 
 MAGIC = 0x41535032
 
-ROWS, POSITIONS, COPIES, STATES, SEGMENTS, PART = 1, 2, 3, 4, 5, 6  # kinds of sections
+ROWS, POSITIONS, COPIES, STATES, SEGMENTS, PART, IMAGES = range(1, 8)  # kinds of sections
 
 _DO_SAMPLE, _LOGPROBS, _SUPPRESS, _EXTENDED = 1, 2, 4, 8
 _SAMPLING = struct.Struct("<ififfffiiiIIiiii")

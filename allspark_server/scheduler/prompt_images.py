@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ..runtime.plan import positions_section, rows_section
+from ..runtime.plan import IMAGES, positions_section, rows_section
 
 
 @dataclass(eq=False)
@@ -34,19 +34,32 @@ class PromptImages:
 
     positions: rotary positions (time, height, width) of the prompt up to the end of its last image, int32 [n, 3]; None
     for models that turn rows by the number of their position. delta: how far those of later positions are ahead.
+    together: rows of an image see each other, so that a step computes all that are left of them.
     """
 
     images: Sequence[PlacedImage]
     positions: np.ndarray | None = None
     delta: int = 0
-    _ends: list[int] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._ends = [image.end for image in self.images]
-
+    together: bool = False
     def begin(self, slot: int) -> list[tuple[int, np.ndarray]]:
         """The plan's sections for a slot that the sequence enters."""
-        return [] if self.positions is None else [positions_section(slot, self.positions, self.delta)]
+        sections = [] if self.positions is None else [positions_section(slot, self.positions, self.delta)]
+        if self.together:
+            ranges = [place for image in self.images for place in (image.first, image.end)]
+            sections.append((IMAGES, np.array([slot, *ranges], np.int32)))
+        return sections
+
+    def rows_of_chunk(self, begin: int, count: int, most: int) -> int:
+        """How many of the next `count` rows, from position `begin` on, a chunk may have: it does not end within an
+        image whose rows see each other. `most`: rows that the step has left, for an image that needs more than `count`;
+        without room for it, there are none.
+        """
+        for image in self.images if self.together else ():
+            if image.first < begin + count < image.end:
+                if image.first > begin:
+                    return image.first - begin
+                return image.end - begin if image.end - begin <= most else 0
+        return count
 
     def rows(self, slot: int, begin: int, end: int) -> list[tuple[int, np.ndarray]]:
         """The plan's sections for a chunk with positions [begin, end): the images' rows in it."""

@@ -201,6 +201,9 @@ class Scheduler(Completion):
         """Plans up to `count` more rows of a prompt, limited by its spans. Returns the number of planned rows."""
         begin = sequence.planned
         count = self._spans.rows_of_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
+        if sequence.images is not None:
+            left = self.limits.max_step_tokens - builder.rows - int(builder.drafts.sum())
+            count = sequence.images.rows_of_chunk(begin, count, left)
         count, flags = builder.add_chunk(sequence, count)
         self._spans.before_writes(sequence, begin)
         self._spans.note_rows(sequence)

@@ -290,19 +290,27 @@ class TextPart(Renamed):
 
 
 class VisionPart(Renamed):
-    """The vision tower of a multimodal checkpoint. The convolution that embeds patches is a matrix."""
+    """The vision tower of a multimodal checkpoint. The convolution that embeds patches is a matrix; what Gemma 3
+    multiplies from the left is transposed.
+    """
 
     PREFIXES = (("visual.", ""), ("vision_tower.", ""), ("multi_modal_projector.", "projector."))
-    CONVOLUTIONS = ("patch_embed.proj.weight", "patch_conv.weight")
+    CONVOLUTIONS = ("patch_embed.proj.weight", "patch_conv.weight", "embeddings.patch_embedding.weight")
+    TRANSPOSED = ("projector.mm_input_projection_weight",)
 
     def __init__(self, source: Source):
-        names = {name.removeprefix("model."): name for name in source.names()}  # transformers 5 has the prefix
+        # transformers 5 has the first prefix, and no longer the second.
+        names = {name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower."): name
+                 for name in source.names()}
         super().__init__(source, {own + name[len(prefix):]: stored for prefix, own in self.PREFIXES
                                   for name, stored in names.items() if name.startswith(prefix)})
 
     def get(self, name: str) -> StoredTensor:
         """See `Source.get`."""
         tensor = super().get(name)
+        if name in self.TRANSPOSED:
+            return dataclasses.replace(tensor, shape=tensor.shape[::-1], data=None if tensor.data is None else
+                                       np.ascontiguousarray(tensor.data.T))
         if name not in self.CONVOLUTIONS or len(tensor.shape) < 3:
             return tensor
         shape = tensor.shape[0], math.prod(tensor.shape[1:])

@@ -17,8 +17,10 @@ struct Slot {
   std::vector<int32_t> history;             // during a step also the drafts that it verifies
   std::vector<std::vector<int32_t>> spans;  // by cache group: the sequence's span table
   Lookup lookup;
-  std::vector<int32_t> parts;     // rotary positions (time, height, width) of the first positions
-  int delta = 0;                  // how far those of later ones are ahead of the position
+  std::vector<int32_t> parts;  // rotary positions (time, height, width) of the first positions
+  int delta = 0;               // how far those of later ones are ahead of the position
+  // [begin, end) of each image, for attention in both directions within them
+  std::vector<int32_t> images;
   std::vector<int32_t> segments;  // where they end, for attention within segments
   int begun = 0;                  // length of the history when the sequence entered
   int first = 0;                  // positions that were in the cache when it entered

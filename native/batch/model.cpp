@@ -52,6 +52,11 @@ bool Model::needs_whole_sequences() const {
                      [](const OpNode& op) { return op.is(Op::span_attention) && op.flag("bidirectional"); });
 }
 
+bool Model::sees_images_whole() const {
+  return std::any_of(program_.ops().begin(), program_.ops().end(),
+                     [](const OpNode& op) { return op.is(Op::span_attention) && op.flag("images"); });
+}
+
 int Model::merged_rows() const {
   for (const OpNode& op : program_.ops())
     if (op.is(Op::merge_rows)) return op.integer("count");

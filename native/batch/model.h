@@ -19,6 +19,8 @@ class Model : public StepModel {
   bool is_draft_head() const;
   // Whether rows attend to later ones, so that a step has all rows of a sequence.
   bool needs_whole_sequences() const;
+  // Whether rows of an image in a prompt see each other.
+  bool sees_images_whole() const;
   // How many rows make an output of such a program; 0: all rows of a sequence.
   int merged_rows() const;
   // The width of the rows that plans may give this program; 0: it takes none.

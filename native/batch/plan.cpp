@@ -8,7 +8,7 @@ namespace {
 
 constexpr int32_t kMagic = 0x41535032;  // "ASP2"
 // A section's type.
-enum Section : int32_t { kRows = 1, kPositions = 2, kCopies = 3, kStates = 4, kSegments = 5, kPart = 6 };
+enum Section : int32_t { kRows = 1, kPositions = 2, kCopies = 3, kStates = 4, kSegments = 5, kPart = 6, kImages = 7 };
 
 struct Reader {
   const int32_t* p;
@@ -88,6 +88,12 @@ void parse_segments(Reader in, Plan& plan) {
   plan.segments.push_back({slot, in.list((int32_t)(in.end - in.p))});
 }
 
+// A section of images: slot, then where each begins and ends.
+void parse_images(Reader in, Plan& plan) {
+  const int32_t slot = in.next();
+  plan.images.push_back({slot, in.list((int32_t)(in.end - in.p))});
+}
+
 // A section that says which part of the step's ops is run: its number, and that of the parts.
 void parse_part(Reader in, Plan& plan) {
   plan.part = in.next(), plan.parts = in.next();
@@ -111,6 +117,8 @@ void parse_section(int32_t kind, Reader in, Plan& plan) {
       return parse_segments(in, plan);
     case kPart:
       return parse_part(in, plan);
+    case kImages:
+      return parse_images(in, plan);
     default:
       throw std::invalid_argument("step plan: a section of kind " + std::to_string(kind) +
                                   ", which this version does not have");

@@ -69,6 +69,12 @@ struct RotaryPositions {
   std::vector<int32_t> parts;  // [positions, 3]
 };
 
+// Positions of a slot's images, [begin, end) each, for attention in both directions within an image.
+struct SlotImages {
+  int32_t slot;
+  std::vector<int32_t> ranges;
+};
+
 // Where the segments of a slot's rows end, for attention within segments. The last one ends with the sequence.
 struct Segments {
   int32_t slot;
@@ -85,6 +91,7 @@ struct Plan {
   std::vector<GivenRows> given;
   std::vector<RotaryPositions> positions;
   std::vector<Segments> segments;
+  std::vector<SlotImages> images;
   // Part `part` of `parts` of the step's ops is run. The parts after the first one have no work of their own.
   int part = 0, parts = 1;
 

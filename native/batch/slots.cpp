@@ -96,6 +96,39 @@ void Slots::check_given(const Plan& plan) const {
   }
 }
 
+// Checks the images that the plan gives, and that no chunk ends within an image whose rows see each other.
+void Slots::check_images(const Plan& plan) const {
+  auto refuse = [](int slot, const std::string& what) {
+    throw std::invalid_argument("step plan: slot " + std::to_string(slot) + " " + what);
+  };
+  const auto enters = [&](int slot) {
+    return std::any_of(plan.fresh.begin(), plan.fresh.end(), [&](const NewSequence& s) { return s.slot == slot; });
+  };
+  for (const SlotImages& given : plan.images) {
+    if (!limits_.images) refuse(given.slot, "is given images, whose rows do not see each other in this program");
+    if (!enters(given.slot)) refuse(given.slot, "is given images, and does not enter in this step");
+    long last = -1;
+    for (size_t i = 0; i < given.ranges.size(); last = given.ranges[i++])
+      if (given.ranges[i] < last || (i % 2 && given.ranges[i] == last) || given.ranges[i] < 0 ||
+          given.ranges[i] > outlook_[given.slot].history)
+        refuse(given.slot, "has an image that begins or ends at " + std::to_string(given.ranges[i]));
+    if (given.ranges.size() % 2) refuse(given.slot, "has an image without an end");
+  }
+  for (const Work& w : plan.work) {
+    const auto given = std::find_if(plan.images.begin(), plan.images.end(),
+                                    [&](const SlotImages& images) { return images.slot == w.slot; });
+    static const std::vector<int32_t> none;
+    const std::vector<int32_t>& ranges = given != plan.images.end() ? given->ranges
+                                         : enters(w.slot)           ? none
+                                                                    : slots_[w.slot].images;
+    const long end = outlook_[w.slot].cached + w.rows;
+    for (size_t i = 0; i < ranges.size(); i += 2)
+      if (ranges[i] < end && end < ranges[i + 1])
+        refuse(w.slot, "has rows up to " + std::to_string(end) + ", within an image at " + std::to_string(ranges[i]) +
+                           "..." + std::to_string(ranges[i + 1]) + ", whose rows see each other");
+  }
+}
+
 // Of programs whose rows attend to later ones.
 void Slots::check_whole(const Work& w, const Outlook& slot) const {
   const long end = slot.cached + w.rows;
@@ -191,6 +224,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
     refuse(std::to_string(rows) + " rows, " + std::to_string(outputs) + " with outputs; at most " +
            std::to_string(limits_.max_rows) + " and " + std::to_string(limits_.max_outputs) + " fit");
   check_given(plan);
+  if (limits_.images || !plan.images.empty()) check_images(plan);
 }
 
 void Slots::begin(const Plan& plan) {
@@ -201,13 +235,14 @@ void Slots::begin(const Plan& plan) {
     slot.sampling = s.sampling, slot.history = s.history;
     slot.spans.assign(groups(), {});
     slot.lookup.clear();
-    slot.parts.clear(), slot.segments.clear();
+    slot.parts.clear(), slot.segments.clear(), slot.images.clear();
     slot.delta = 0;
     slot.begun = (int)s.history.size();
     slot.first = slot.cached = slot.drafted = s.cached;
   }
   for (const RotaryPositions& p : plan.positions) slots_[p.slot].parts = p.parts, slots_[p.slot].delta = p.delta;
   for (const Segments& s : plan.segments) slots_[s.slot].segments = s.ends;
+  for (const SlotImages& s : plan.images) slots_[s.slot].images = s.ranges;
   given_ = plan.given;
   batch_.saved_states = plan.saved_states, batch_.loaded_states = plan.loaded_states;
   pending_.clear();

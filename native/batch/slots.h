@@ -21,6 +21,7 @@ struct SlotLimits {
   int merged = 0;              // with `whole`, so many rows make an output; 0: all of them make one
   int given_width = 0;         // of the rows that plans may give; 0: none
   bool rotary_parts = false;   // whether plans may give rotary positions
+  bool images = false;         // whether rows of an image see each other, so that a step has all that are left of them
 };
 
 class Slots {
@@ -73,6 +74,7 @@ class Slots {
   void check_states(const Plan& plan) const;
   void check_spans(const Work& work, Outlook& slot) const;
   void check_given(const Plan& plan) const;
+  void check_images(const Plan& plan) const;
   void check_whole(const Work& work, const Outlook& slot) const;
   void place_given();
 

@@ -75,7 +75,8 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   needs_whole_sequences(),
                   merged_rows(),
                   queued ? 0 : given_width(),
-                  true};
+                  true,
+                  sees_images_whole()};
   for (const auto& draft : drafts_) draft->runner_->share_states(*runner_);
   if (queued) asynchronous_.emplace(*runner_);
   make_decoder();

@@ -186,6 +186,8 @@ void check_span_attention(const Program& p, const OpNode& op) {
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
   if (op.flag("bidirectional") && (cache.kind == CacheKind::sliding || op.flag("alibi") || op.number("logn") > 0))
     throw wrong(op, "bidirectional excludes a sliding cache group, alibi and logn");
+  if (op.flag("images") && (op.flag("bidirectional") || op.flag("alibi") || op.number("logn") > 0))
+    throw wrong(op, "images exclude bidirectional, alibi and logn");
   if (op.flag("segments") && (!op.flag("bidirectional") || window))
     throw wrong(op, "segments need bidirectional and exclude a window");
   const int vectors = op.flag("sinks") + op.flag("alibi");

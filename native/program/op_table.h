@@ -64,11 +64,12 @@ OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
 // score without a value. logn: queries beyond that position are multiplied by log(p + 1) / log(logn).
 // bidirectional: a query sees positions in (p - window, p + window), or all. Then a step has all rows of a sequence, and
 // layers may share their place in the cache, because no later step reads it. segments: it sees those of its segment, as
-// the plan divides the sequence.
+// the plan divides the sequence. images: a query in an image of the prompt also sees all positions of the image; a step
+// has all rows that are left of an image.
 OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
    {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
     counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
-    flag("bidirectional"), flag("segments"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
+    flag("bidirectional"), flag("segments"), flag("images"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
 // Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of

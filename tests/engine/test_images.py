@@ -21,13 +21,14 @@ from allspark_client.request import RequestSpec
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
 from support.invariance import bits
 from support.units import GPUS
-from support.vision import CONFIGS, END, PAD, START, Reference, checkpoint, picture
+from support.vision import CONFIGS, END, PAD, START, Reference, checkpoint, picture, placed
 
 pytestmark = pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 slow = pytest.mark.slow
 NEW_TOKENS = 12
 ALWAYS = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "top_logprobs": 3}
 _names = (f"images-{i}" for i in itertools.count())
+_models: dict[str, str] = {}    # the checkpoint of each
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -53,6 +54,7 @@ OTHERS = [(text(3 + 23 * i, i + 1), []) for i in range(6)]
 @contextlib.contextmanager
 def installed(engine, model: str, **fields) -> Iterator[str]:
     name = next(_names)
+    _models[name] = model
     engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **{
         "num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 16,
         "lora_max_num": 0, **fields}))
@@ -65,7 +67,8 @@ def installed(engine, model: str, **fields) -> Iterator[str]:
 
 def start(engine, name, probe, **generate):
     ids, images = probe
-    return engine.start_request(name, {"input_ids": ids, "images": images}, {**ALWAYS, "do_sample": False, **generate})
+    inputs = {"input_ids": placed(_models[name], ids), "images": images}
+    return engine.start_request(name, inputs, {**ALWAYS, "do_sample": False, **generate})
 
 
 def collect(results) -> tuple[list[int], list[str]]:
@@ -116,23 +119,27 @@ def references():
 
 
 @pytest.mark.parametrize("where, model", some({
-    ("engine", "qwen2-vl"), ("engine", "qwen3.5"), ("engine", "pixtral"), ("client-2", "qwen2.5-vl"),
-    ("client-2", "mistral3"), ("client-3", "qwen3-vl")}))
+    ("engine", "qwen2-vl"), ("engine", "qwen3.5"), ("engine", "pixtral"), ("engine", "gemma3"),
+    ("client-2", "qwen2.5-vl"), ("client-2", "mistral3"), ("client-3", "qwen3-vl")}))
 def test_logits_and_greedy_output(request, engine_of, references, where, model):
     """Log probabilities of the prompt's rows, behind images and between them, and of the output."""
     engine, reference = engine_of(where), references(model)
     count = 256 if request.config.getoption("markexpr").startswith("slow") else 24
     with installed(engine, model, num_threads=0 if where == "engine" else 1) as name:
         for prompt, images in PROBES[::2]:
-            *_, results = start(engine, name, (prompt, images), prompt_logprobs=4, max_new_tokens=count)
+            together = model.startswith("gemma")    # which has no log probabilities of such prompts
+            more = {} if together else {"prompt_logprobs": 4}
+            *_, results = start(engine, name, (prompt, images), max_new_tokens=count, **more)
             elements = list(results)
             tokens = [i for element in elements for i in element.ids_from_generate]
-            ids = reference.processor.expand(prompt, reference.processor.process(images))
+            ids = reference.processor.expand(placed(model, prompt), reference.processor.process(images))
             logits = reference.logits(ids, images)
             normed = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
             rows = [row for element in elements for row in element.prompt_logprobs_list]
-            assert len(rows) == len(ids) - 1
-            worst = max(abs(value - normed[i, token]) for i, row in enumerate(rows) for token, value in row)
+            rows += [each for element in elements for each in element.log_probs_list][:1] if together else []
+            first = len(ids) - len(rows) if together else 0
+            assert len(rows) == (1 if together else len(ids) - 1)
+            worst = max(abs(value - normed[first + i, token]) for i, row in enumerate(rows) for token, value in row)
             assert worst <= 2 * LOGIT_TOLERANCE * logits.std()
             expected, before = reference.greedy(ids, images, count)
             for i, (found, wanted) in enumerate(zip(tokens, expected)):
@@ -143,7 +150,7 @@ def test_logits_and_greedy_output(request, engine_of, references, where, model):
                 assert len(tokens) == count
 
 
-BITWISE = some({("engine", "qwen2.5-vl"), ("engine", "mistral3"), ("client-2", "qwen3-vl")})
+BITWISE = some({("engine", "qwen2.5-vl"), ("engine", "gemma3"), ("client-2", "qwen3-vl")})
 
 
 @pytest.mark.parametrize("where, model", BITWISE)
@@ -181,7 +188,7 @@ def test_resumed(engine_of, model):
     with installed(engine, model, engine_max_prefill_length=48, enable_prefix_cache=True) as name:
         for i, ((prompt, images), whole) in enumerate(zip(PROBES, first_run(engine, model))):
             config = GenerateConfig(**{**ALWAYS, "do_sample": i % 2 == 0, "seed": i})
-            spec = RequestSpec(name, input_ids=prompt, images=images, config=config)
+            spec = RequestSpec(name, input_ids=placed(model, prompt), images=images, config=config)
             _, handle, _ = engine._start(spec)
             engine.release_request(name, handle)
             for done in (1, NEW_TOKENS - 1):
@@ -269,3 +276,10 @@ def test_wrong_images_are_refused(engine_of, ids, images, reason):
         with pytest.raises((AllSparkError, ValueError), match=reason):
             start(engine, name, (ids, images))
         assert engine.get_as_engine_stat(name).pendding_request == 0
+
+
+def test_steps_must_have_room_for_an_image_whose_rows_see_each_other(engine_of):
+    engine = engine_of("engine")
+    with pytest.raises(AllSparkError, match="a step has all 16 rows of an image.* set it to at least 32"), \
+            installed(engine, "gemma3", max_step_tokens=31):
+        pass

@@ -11,6 +11,7 @@ from reference.plan import (
     EMBEDDINGS,
     GIVEN,
     HIDDEN,
+    IMAGES,
     LOOKUP,
     MODEL,
     POSITIONS,
@@ -44,6 +45,7 @@ class Slot:
     embeddings: dict[int, np.ndarray] = field(default_factory=dict)  # by position
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))  # the first ones' parts
     segments: list[int] = field(default_factory=list)  # where they end
+    images: list[int] = field(default_factory=list)  # where each begins and ends
     begun: int = 0  # tokens of the history that it began with
     delta: int = 0  # what later ones' parts are ahead of the position
 
@@ -158,6 +160,8 @@ class Slots:
             self.live[slot].positions, self.live[slot].delta = words[3:].reshape(n, 3), delta
         elif kind == SEGMENTS:
             self.live[words[0]].segments = words[1:].tolist()
+        elif kind == IMAGES:
+            self.live[words[0]].images = words[1:].tolist()
         else:
             raise ValueError(f"step plan: a section of the unknown kind {kind}")
 

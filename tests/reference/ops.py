@@ -407,6 +407,9 @@ def span_attention(rank, op, x, w):
             if attrs["segments"]:
                 ends = [0, *rank.slots[row.slot].segments]
                 first, end = next((a, b) for a, b in itertools.pairwise(ends) if a <= row.position < b)
+        if attrs["images"]:
+            images = rank.slots[row.slot].images
+            end = max([end, *(b for a, b in zip(images[::2], images[1::2]) if a <= row.position < b)])
         seen, table = np.arange(first, end), rank.slots[row.slot].spans[attrs["cache_group"]]
         keys, values = cache[[table[p // size] for p in seen], seen % size].transpose(1, 0, 2, 3)
         query = q[i]

@@ -9,7 +9,7 @@ import pytest
 
 from reference.backend import compile
 from reference.batch import Limits
-from reference.plan import HIDDEN, PART, POSITIONS, SEGMENTS
+from reference.plan import HIDDEN, IMAGES, PART, POSITIONS, SEGMENTS
 from reference.test_cpu_ops import EXACT, SEED, VOCAB, compiled
 from reference.toy import ALL, OUTPUTS, Toy, embedded, item, plan, spans_for, start
 
@@ -196,6 +196,40 @@ def test_rotary_parts_of_prompts_with_images(interleaved):
     assert len(set(bits)) == 1
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize("heads", [(1, 1, 8), (6, 2, 20)])
+def test_rows_of_an_image_see_each_other(heads, window, threads):
+    """In prompts of Gemma 3, also where a prefix of the image is cached. The bits do not depend on chunks."""
+    own = Toy(SEED)
+    x = own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)))
+    qkv = own.op("linear", (x,), (heads[0] + 2 * heads[1]) * heads[2], (
+        own.matrix((heads[0] + 2 * heads[1]) * heads[2], 31),))
+    own.emit(own.attention(qkv, *heads, window=window, images=True))
+    ids = np.random.default_rng(SEED + 3).integers(0, VOCAB, 250).tolist()
+    more = [(IMAGES, [0, 0, 7, 20, 21, 100, 170, 170, 190])]
+
+    def steps(chunks):
+        at, plans = 0, []
+        for count in chunks:
+            spans = [s for s in spans_for(at + count) if s not in spans_for(at)]
+            plans.append(plan([item(0, count, HIDDEN, outputs=count, spans=spans)], [] if at else [start(0, ids)],
+                              sections=[] if at else more))
+            at += count
+        return plans
+
+    reference = compile([own.program], [own.weights], Limits(max_rows=256, num_spans=(256,)))
+    expected, bits = reference.step(steps([250])[0]).hidden, []
+    for chunks in ([250], [7, 93, 70, 80], [20, 1, 60, 19, 90, 1, 59]):
+        executor = compiled(own, threads, long=True, max_outputs=2048)
+        found = np.concatenate([executor.step(one, False).hidden for one in steps(chunks)])
+        assert np.abs(found - expected).max() <= EXACT * np.sqrt((expected ** 2).mean())
+        bits.append(found.tobytes())
+    assert len(set(bits)) == 1
+    with pytest.raises(ValueError, match=r"rows up to 130, within an image at 100\.\.\.170"):
+        compiled(own, long=True, max_outputs=2048).step(steps([130])[0], False)
+
+
 def test_wrong_sections_are_refused():
     own, images = toy(), Images()
     own.rotary(12)
@@ -213,6 +247,7 @@ def test_wrong_sections_are_refused():
             ([(POSITIONS, [1, 1, 0, 0, 0, 0])], "slot 1 is given rotary positions, and does not enter"),
             ([(POSITIONS, [0, 2, 0, 0, 0, 0])], "2 rotary positions in 3 words"),
             ([(PART, [2, 2])], "part 2 of 2"),
+            ([(IMAGES, [0, 0, 4])], "images, whose rows do not see each other in this program"),
             ([(9, [])], "a section of kind 9")):
         with pytest.raises(ValueError, match=reason):
             executor.step(plan(work, new, sections=sections), False)

@@ -19,7 +19,7 @@ from allspark_server.images import ImageInput, read_processor
 from support.checkpoints import VOCAB, _root, randomize
 from support.tiny_tokenizer import add_tokenizer
 
-MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]")
+MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]", "\n", "\n\n")
 START, PAD, END = 3, 4, 5       # their ids in the tiny tokenizer
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
@@ -29,12 +29,13 @@ TEMPLATE = (
 )
 _TEXT = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 131,
          "num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 2048}
-_IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 9}
+_IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 0}
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 6, "merge_size": 2,
              "temporal_patch_size": 2, "min_pixels": 144, "max_pixels": 40_000},
     "pixtral": {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 6, "width": 6},
                 "size": {"longest_edge": 200}},
+    "gemma": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 96, "width": 96}},
 }
 
 
@@ -79,6 +80,12 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pixtral": ("llava", "LlavaForConditionalGeneration", {
         "text_config": _MISTRAL, "vision_config": {**_PIXTRAL, "hidden_act": "gelu"}, "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full"}),
+    "gemma3": ("gemma3", "Gemma3ForConditionalGeneration", {
+        "text_config": {**_TEXT, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 50,
+                        "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "vision_config": {"hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 99,
+                          "patch_size": 6, "image_size": 96, "vision_use_head": False},
+        "mm_tokens_per_image": 16}),
 }
 
 
@@ -86,9 +93,11 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def checkpoint(name: str) -> Path:
     """Writes a checkpoint of CONFIGS with tokenizer, template and image processor; returns its directory."""
     kind, architecture, fields = CONFIGS[name]
-    qwen = kind.startswith("qwen")
-    marks = _IDS if qwen else {"image_token_index": PAD}
-    config = transformers.AutoConfig.for_model(kind, **fields, **marks, tie_word_embeddings=False)
+    family = "qwen" if kind.startswith("qwen") else "gemma" if kind.startswith("gemma") else "pixtral"
+    marks = _IDS if family == "qwen" else {"image_token_index": PAD}
+    if family == "gemma":
+        marks |= {"boi_token_index": START, "eoi_token_index": END}
+    config = transformers.AutoConfig.for_model(kind, **fields, **marks, tie_word_embeddings=family == "gemma")
     model = getattr(transformers, architecture)(config).eval()
     randomize(model, kind, zlib.crc32(name.encode()))
     directory = _root() / f"vision-{name}"
@@ -97,8 +106,15 @@ def checkpoint(name: str) -> Path:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
     (directory / "preprocessor_config.json").write_text(json.dumps(
-        {**_PROCESSORS["qwen" if qwen else "pixtral"], "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+        {**_PROCESSORS[family], "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
     return directory
+
+
+def placed(name: str, ids: list[int]) -> list[int]:
+    """The ids of a prompt whose images are written as START, PAD, END, as the processor of a checkpoint takes them: a
+    template of Gemma has START alone.
+    """
+    return [i for i in ids if i not in (PAD, END)] if name.startswith("gemma") else ids
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image:
@@ -117,13 +133,13 @@ class Reference:
         self.model = getattr(transformers, CONFIGS[name][1]).from_pretrained(directory, dtype=torch.float32).eval()
         found = read_processor(directory, json.loads((directory / "config.json").read_text()))
         assert found is not None
-        self.processor, self._qwen = found, name.startswith("qwen")
+        self.processor, self._name = found, name
 
     def inputs(self, ids: list[int], images: list[Image]) -> dict[str, torch.Tensor]:
         """The arguments of the model for a prompt, whose images are expanded already."""
         found = self.processor.process(images)
         given = {"input_ids": torch.tensor([ids])}
-        if self._qwen:
+        if self._name.startswith("qwen"):
             given["mm_token_type_ids"] = (given["input_ids"] == PAD).to(torch.int32)
             given["pixel_values"] = torch.from_numpy(np.concatenate([image.patches for image in found]))
             given["image_grid_thw"] = torch.tensor([image.grid for image in found])
@@ -133,6 +149,9 @@ class Reference:
         padded = np.zeros((len(pixels), 3, *sizes.max(0)), np.float32)
         for room, each in zip(padded, pixels):
             room[:, :each.shape[1], :each.shape[2]] = each
+        if self._name.startswith("gemma"):
+            return {**given, "token_type_ids": (given["input_ids"] == PAD).to(torch.int64),
+                    "pixel_values": torch.from_numpy(padded)}
         return {**given, "pixel_values": torch.from_numpy(padded), "image_sizes": torch.from_numpy(sizes)}
 
     def _pixels(self, image: ImageInput) -> np.ndarray:

@@ -20,6 +20,33 @@ size_t partials_of(int threads, int max_length) {
   return (size_t)(threads - 1) * (runs_of(context_blocks(max_length)) + kRunBlocks - 1);
 }
 
+// Rows [first, last) of an item, by position, which see positions from `begin` on at most. They see as many as the op
+// says, in a sequence that ends at `end`, or all up to `end` if `whole`.
+struct Piece {
+  int first, last, begin, end;
+  bool whole = false;
+};
+
+std::vector<Piece> pieces_of(const Item& item, const Slot& slot, const AttentionShape& shape) {
+  const int end = item.start + item.count;
+  std::vector<Piece> pieces;
+  int first = item.start;
+  if (shape.segments && !slot.segments.empty()) {
+    int begin = 0;
+    for (int last : slot.segments) pieces.push_back({begin, last, begin, last, true}), begin = last;
+    return pieces;
+  }
+  for (size_t i = 0; shape.images && i < slot.images.size(); i += 2) {
+    const int begin = slot.images[i], last = slot.images[i + 1];
+    if (last <= first || begin >= end) continue;
+    if (first < begin) pieces.push_back({first, begin, 0, end});
+    pieces.push_back({std::max(first, begin), last, 0, last, true});
+    first = last;
+  }
+  if (first < end) pieces.push_back({first, end, 0, end, shape.bidirectional && !shape.window});
+  return pieces;
+}
+
 }  // namespace
 
 size_t attention_scratch_bytes(const SpanLayout& layout) {
@@ -56,10 +83,8 @@ void AttentionWork::make_tiles(const Batch& batch) {
   one_tile_a_key = true;
   for (const Item& item : batch.items) {
     one_tile_a_key &= item.count == 1;
+    const std::vector<Piece> pieces = pieces_of(item, batch.slot(item.slot), shape);
     // So many rows see all positions.
-    const std::vector<int32_t>& segments = batch.slot(item.slot).segments;
-    const std::vector<int32_t> ends =
-        shape.segments && !segments.empty() ? segments : std::vector<int32_t>{item.start + item.count};
     const int whole = shape.selected ? std::clamp(shape.selected - item.start, 0, item.count) : item.count;
     for (int kv = 0; kv < shape.kv_heads; kv++) {
       // Local query heads of this KV head. Global head h uses KV head h / group.
@@ -69,22 +94,24 @@ void AttentionWork::make_tiles(const Batch& batch) {
       one_tile_a_key &= head1 > head0 && head1 - head0 <= kTileRows;
       for (int h = head0; h < head1; h += kTileRows) {
         const int heads = std::min(kTileRows, head1 - h), step = std::max(1, kTileRows / heads);
-        int begin = 0;
-        for (int end : ends) {
-          for (int p = std::max(begin, item.start); p < std::min(end, item.start + whole); p += step) {
-            const int positions = std::min({step, end - p, item.start + whole - p}),
-                      context = shape.end_seen(p + positions - 1, end);
-            tiles.push_back({item.slot, item.row + p - item.start, p, positions, kv, h, h + heads,
-                             std::max(begin, shape.first_seen(p)) / kBlockTokens, begin, end, context,
-                             context_blocks(context)});
+        for (const Piece& piece : pieces)
+          for (int p = piece.first; p < std::min(piece.last, item.start + whole); p += step) {
+            Tile tile{};
+            tile.slot = item.slot, tile.row = item.row + p - item.start, tile.position = p;
+            tile.positions = std::min({step, piece.last - p, item.start + whole - p});
+            tile.kv_head = kv, tile.head0 = h, tile.head1 = h + heads;
+            tile.begin = piece.begin, tile.end = piece.end, tile.whole = piece.whole;
+            tile.first = std::max(piece.begin, shape.first_seen(p)) / kBlockTokens;
+            tile.context = tile.end_seen(shape, p + tile.positions - 1);
+            tile.blocks = context_blocks(tile.context);
+            tiles.push_back(tile);
           }
-          begin = end;
-        }
       }
       for (int i = whole; i < item.count; i++)
         for (int h = head0; h < head1; h += kTileRows)
           tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0, 0,
-                           item.start + item.count, shape.selected, context_blocks(shape.selected), shape.selected});
+                           item.start + item.count, shape.selected, context_blocks(shape.selected), false,
+                           shape.selected});
     }
   }
 }

@@ -32,12 +32,13 @@ struct AttentionShape {
   int window = 0;              // how many positions a row sees up to its own; 0: all
   bool bidirectional = false;  // a row sees as many after its own
   bool segments = false;       // a row sees those of its segment
+  bool images = false;         // a row of an image sees all of it
   int rope_dim = 0;            // of a latent cache: features of keys after the head_dim that are values, too
   int selected = 0;            // how many positions an indexer selects for a row that sees more; 0: there is none
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
            group == o.group && kv_begin == o.kv_begin && window == o.window && bidirectional == o.bidirectional &&
-           segments == o.segments && rope_dim == o.rope_dim && selected == o.selected;
+           segments == o.segments && images == o.images && rope_dim == o.rope_dim && selected == o.selected;
   }
   // The first position that a row at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
@@ -54,11 +55,14 @@ struct AttentionShape {
 // its own, whose context are those positions.
 struct Tile {
   int slot, row, position, positions, kv_head, head0, head1, first, begin, end, context, blocks;
-  int selected = 0;  // how many positions are selected
-  int pair = 0;      // if pairs are divided: its first pair
-  int partial = -1;  // if several threads share it: the partial result of its first run
-  int stride = 0;    // from one run's partial result to the next
+  bool whole = false;  // its rows see all positions up to `end`
+  int selected = 0;    // how many positions are selected
+  int pair = 0;        // if pairs are divided: its first pair
+  int partial = -1;    // if several threads share it: the partial result of its first run
+  int stride = 0;      // from one run's partial result to the next
   bool shared = false;
+  // Where the positions end that its row at `position` sees.
+  int end_seen(const AttentionShape& shape, int position) const { return whole ? end : shape.end_seen(position, end); }
   int heads() const { return head1 - head0; }
   int rows() const { return positions * heads(); }
   int first_run() const { return first / kRunBlocks; }

@@ -206,7 +206,7 @@ AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* h
         if (a.q[r] != room) std::copy_n(a.q[r], shape_.head_dim, room), a.q[r] = room;
         core_.k.scale(room, (float)(exact::log(position + 1) / exact::log(logn_)), shape_.head_dim);
       }
-      a.context[r] = tile.selected ? tile.selected : shape_.end_seen(position, tile.end);
+      a.context[r] = tile.selected ? tile.selected : tile.end_seen(shape_, position);
       a.first[r] = std::max(tile.begin, shape_.first_seen(position));
       if (slopes_) a.slopes[r] = slopes_[tile.head0 + h];
     }
@@ -277,8 +277,7 @@ void SpanAttention::merge_blocks(const Tile& tile, int begin, int end, int row0,
   const int padded = layout_.padded_dim;
   // What rows before row0 see ends before these blocks. The windows of rows from row1 on begin after them.
   const int seen_after = shape_.end_seen(tile.position, tile.end) - tile.position;  // by the tile's first row
-  if (!shape_.bidirectional || shape_.window)
-    row0 = std::max(row0, (begin * kBlockTokens - tile.position - seen_after + 1) * tile.heads());
+  if (!tile.whole) row0 = std::max(row0, (begin * kBlockTokens - tile.position - seen_after + 1) * tile.heads());
   if (shape_.window)
     row1 = std::min((int64_t)row1, (end * (int64_t)kBlockTokens + shape_.window - 1 - tile.position) * tile.heads());
   if (row0 >= row1) return;
@@ -443,6 +442,7 @@ AttentionShape shape_of(const OpNode& op) {
   s.q_heads = op.integer("q_heads"), s.kv_heads = op.integer("kv_heads"), s.head_dim = op.integer("head_dim");
   s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = op.integer("kv_begin");
   s.window = op.integer("window"), s.bidirectional = op.flag("bidirectional"), s.segments = op.flag("segments");
+  s.images = op.flag("images");
   return s;
 }
 
