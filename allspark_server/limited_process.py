@@ -9,6 +9,7 @@ that a process starts fast and is small.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import runpy
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Sequence
 
 WAIT_SECONDS = 20.0  # wall-clock limit, for a process that gets no CPU time
 NICE = 5  # of the processes: steps go before
+PIPE_BYTES = 1 << 20  # of requests and answers on their way
 PROCESSES = 4  # the most of a pool that run at a time: one request that takes long does not keep others waiting
 
 _RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -44,6 +46,9 @@ class LimitedProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._input, False)
+        for pipe in (self._input, self._output):  # fewer turns of both sides, which are slow on a busy machine
+            with contextlib.suppress(OSError):  # the user has many large pipes
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._seconds, self._memory, self._asked = seconds, memory, False
         self.known: set[str] = set()  # names of what the program keeps, as those who ask count
 

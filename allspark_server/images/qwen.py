@@ -59,7 +59,9 @@ class QwenProcessor(ImageProcessor):
     def cut(self, pixels: np.ndarray) -> np.ndarray:
         """See ImageProcessor; each frame of a patch is the image's."""
         rows = super().cut(pixels).reshape(-1, 3, 1, self.patch ** 2)
-        return np.repeat(rows, self.frames, axis=2).reshape(len(rows), -1)
+        found = np.empty((len(rows), 3, self.frames, self.patch ** 2), np.float32)
+        found[:] = rows
+        return found.reshape(len(rows), -1)
 
 
 def read(settings: Settings, config: Fields) -> QwenProcessor:

@@ -1,16 +1,21 @@
 """Decoding of every format and mode, against what transformers makes of them."""
 
+import contextlib
 import io
 import os
 import secrets
+import subprocess
+import sys
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
 from allspark_server.images.decoder import Decoder
 from support.images import encoded, noise
+from support.waiting import wait_for
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 HIGH = 300  # more rows than are converted at a time
@@ -78,7 +83,7 @@ def test_formats(rng, decoder):
 
 
 def test_16_bits(rng, decoder):
-    """Gray of 16 bits keeps the upper ones; transformers would make everything from 256 on white."""
+    """Gray of 16 bits keeps the upper ones, as color does. Pillow's conversion makes everything from 256 on white."""
     values = rng.integers(0, 1 << 16, (HIGH, 21), dtype=np.uint16)
     found = decoded(decoder, encoded(Image.frombytes("I;16", (21, HIGH), values.tobytes())))
     assert np.array_equal(found, np.repeat((values >> 8).astype(np.uint8)[:, :, None], 3, axis=2))
@@ -102,3 +107,45 @@ def test_an_image_that_is_not_wanted(rng, decoder):
     with pytest.raises(ValueError, match="has 12 x 5 pixels"):
         decoder.decode(content, refuse, Image.Resampling.BICUBIC)
     assert decoded(decoder, content).shape == (5, 12, 3) and decoder._pool._idle[0]._process.pid == number
+
+
+def test_processes_start_again_and_end(rng):
+    """A process that was ended from outside is replaced; one that works when its decoder is closed ends afterwards."""
+    decoder, content = Decoder(), encoded(noise(rng, 12, 5))
+    before = set(psutil.Process().children())
+    decoder.start()
+    first, = set(psutil.Process().children()) - before
+    assert decoded(decoder, content).shape == (5, 12, 3)
+    first.kill()
+    first.wait(10)
+    assert decoded(decoder, content).shape == (5, 12, 3)
+    second, = set(psutil.Process().children()) - before
+    assert second.pid != first.pid
+
+    def close(height, width):
+        decoder.close()
+        assert second.is_running()
+        return height, width
+
+    assert decoder.decode(content, close, Image.Resampling.BICUBIC).shape == (5, 12, 3)
+    assert set(psutil.Process().children()) <= before
+
+
+def test_processes_end_with_their_parent():
+    script = ("import os; from allspark_server.images.decoder import Decoder; decoder = Decoder(); decoder.start(); "
+              "print(decoder._pool._idle[0]._process.pid, flush=True); os._exit(0)")
+    number = int(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60).stdout)
+    wait_for(lambda: not psutil.pid_exists(number) or psutil.Process(number).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_forks_have_processes_of_their_own(rng, decoder):
+    """A child of a fork does not use the pipes of its parent."""
+    content = encoded(noise(rng, 12, 5))
+    decoded(decoder, content)
+    number = os.fork()
+    if not number:
+        with contextlib.suppress(BaseException):
+            os._exit(0 if decoded(decoder, content).shape == (5, 12, 3) else 1)
+        os._exit(2)
+    assert os.waitpid(number, 0)[1] == 0
+    assert decoded(decoder, content).shape == (5, 12, 3)

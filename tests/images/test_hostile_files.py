@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 
 from allspark_client import AllSparkError, AsStatus
+from allspark_server import limited_process
 from allspark_server.images import decoder as decoding
 from fuzz.bodies import peak_mib
-from support.hostile_images import BOMB, COSTLY, chunk, crafted, fuzzed, png, zeros
+from support.hostile_images import BOMB, chunk, crafted, fuzzed, many_scans, png, zeros
 from support.images import EncodedFile, encoded, noise, processor_of
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
@@ -58,7 +59,7 @@ class Bounded:
             assert self.process.pid == pid and peak <= decoding.MEMORY_BYTES >> 20, (name, peak)
         else:
             self.restarts += 1
-            assert COSTLY in problem, (name, problem)
+            assert "of a processor or 500 MiB of memory" in problem, (name, problem)
             self.processor.process([EncodedFile(self.good)])        # the next one is served
         assert self.spent() - before <= decoding.SECONDS + 0.7, (name, problem)
         return problem
@@ -83,6 +84,17 @@ def test_crafted_files(rng, bounded):
         assert problem or not expected, name
 
 
+@pytest.mark.parametrize("seconds, side", [(0.2, 1000), pytest.param(2.0, 4000, marks=pytest.mark.slow)])
+def test_an_image_that_takes_long(tmp_path, monkeypatch, seconds, side):
+    """A JPEG file of 500 scans, each of which covers the image."""
+    monkeypatch.setattr(decoding, "SECONDS", seconds)
+    processor = processor_of(tmp_path, GEMMA4, {})
+    found = Bounded(processor)
+    problem = found.check("scans", many_scans(Image.new("RGB", (side, side)), 500))
+    assert f"takes more than {seconds:g} s of a processor or 500 MiB of memory" in problem and found.restarts == 1
+    processor.close()
+
+
 def test_fuzzed_files(rng, bounded):
     problems = [bounded.check(str(number), content) for number, content in enumerate(fuzzed(rng, 60))]
     assert 0 < sum(map(bool, problems)) < len(problems)     # neither all wrong nor all right
@@ -91,17 +103,23 @@ def test_fuzzed_files(rng, bounded):
 @pytest.mark.slow
 def test_many_fuzzed_files(rng, bounded):
     problems = [bounded.check(str(number), content) for number, content in enumerate(fuzzed(rng, 1000))]
+    print(f"{sum(map(bool, problems))} of {len(problems)} files refused, {bounded.restarts} of them by a limit")
     assert 100 < sum(map(bool, problems)) < len(problems) and bounded.restarts <= 10
 
 
 @pytest.mark.slow
-def test_photographs_of_50_megapixels(bounded):
-    """The largest images that are allowed fit the limits, in the form that takes most; transparent ones take longer."""
+def test_photographs_of_50_megapixels(tmp_path, monkeypatch):
+    """The largest images that are allowed fit the memory, in the forms that take most. The time depends on the core."""
+    monkeypatch.setattr(decoding, "SECONDS", 20)
+    monkeypatch.setattr(limited_process, "WAIT_SECONDS", 100)
+    processor = processor_of(tmp_path, GEMMA4, {})
+    bounded = Bounded(processor)
     across, down = np.arange(8160, dtype=np.uint8)[None, :, None], np.arange(6120, dtype=np.uint8)[:, None, None]
     image = Image.fromarray(np.concatenate([across + 0 * down, down + 0 * across, across ^ down], axis=2))
     exif = Image.Exif()
     exif[0x0112] = 6
-    transparent = png(6120, 4080, chunk(b"IDAT", zeros(4080 * (6120 * 4 + 1))), color=6)
+    transparent = png(8160, 6120, chunk(b"IDAT", zeros(6120 * (8160 * 4 + 1))), color=6)
     assert not bounded.check("transparent", transparent)
     assert not bounded.check("turned", encoded(image, "JPEG", progressive=True, subsampling=0, exif=exif))
     assert BOMB in bounded.check("larger", png(8160, 6169, chunk(b"IDAT", b"")))
+    processor.close()

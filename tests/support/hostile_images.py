@@ -77,21 +77,20 @@ def crafted(rng: np.random.Generator) -> dict[str, tuple[bytes, str]]:
         found[f"{form} start"] = content[:12], f"is a broken {form} file"
         found[f"{form} half"] = content[:len(content) // 2], f"is a broken {form} file"
         found[f"{form} noise"] = content[:20] + rng.bytes(9) + content[29:], ""
-    found["png bomb"] = png(20_000, 20_000, chunk(b"IDAT", zeros(1 << 26))), f"{BOMB} 400000000 pixels"
+    found["png bomb"] = png(20_000, 20_000, chunk(b"IDAT", zeros(1 << 25))), f"{BOMB} 400000000 pixels"
     found["png of 2**31"] = png(2**31 - 1, 2**31 - 1, chunk(b"IDAT", b"")), BOMB
     found["png without size"] = png(0, 0, chunk(b"IDAT", zeros(9))), "is a broken PNG file"
     found["png in one row"] = png(50_000_000, 1, chunk(b"IDAT", zeros(9)), color=6), COSTLY
     found["png of 48 bits"] = png(7000, 7000, chunk(b"IDAT", zeros(1 << 20)), depth=16, color=6), "is a broken PNG file"
     found["png without pixels"] = png(5, 5), "is a broken PNG file"
     found["png of a wrong kind"] = png(5, 5, chunk(b"IDAT", zeros(99)), depth=3, color=7), "is a broken PNG file"
-    found["png with a large text"] = png(5, 5, chunk(b"zTXt", b"a\0\0" + zeros(1 << 28))), "is a broken PNG file"
-    found["png with a large profile"] = png(5, 5, chunk(b"iCCP", b"a\0\0" + zeros(1 << 28)),
+    found["png with a large text"] = png(5, 5, chunk(b"zTXt", b"a\0\0" + zeros(1 << 25))), "is a broken PNG file"
+    found["png with a large profile"] = png(5, 5, chunk(b"iCCP", b"a\0\0" + zeros(1 << 25)),
                                             chunk(b"IDAT", zeros(80))), "is a broken PNG file: Decompressed data too"
     found["png of chunks"] = png(5, 5, *[chunk(b"tIME", b"")] * 50_000, chunk(b"IDAT", zeros(80))), ""
     found["jpeg bomb"] = jpeg_of(small, 65_500, 65_500), f"{BOMB} 4290250000 pixels"
     found["jpeg progressive bomb"] = jpeg_of(small, 40_000, 40_000, progressive=True), BOMB
     found["jpeg that is short of pixels"] = jpeg_of(small, 2000, 2000), ""
-    found["jpeg of scans"] = many_scans(Image.new("RGB", (4000, 4000)), 400), COSTLY
     found["gif bomb"] = gif(65_535, 65_535, (65_535, 65_535), b"\x84\x51"), f"{BOMB} 4294836225 pixels"
     found["gif with a large frame"] = gif(5, 5, (65_535, 60_000), b"\x84\x51", disposal=2), BOMB
     found["gif without size"] = gif(0, 0, (0, 0), b"\x84\x51"), "is a broken GIF file"
