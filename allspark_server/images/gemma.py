@@ -11,7 +11,7 @@ import numpy as np
 
 from ..models.fields import Fields
 from .processor import EncodedImage, ImageInput, ImageProcessor, blocks
-from .settings import BICUBIC, BILINEAR, Settings, token_ids, tokens_of
+from .settings import BICUBIC, BILINEAR, Settings, check_tower, token_ids, tokens_of
 
 SOFT_TOKENS = (70, 140, 280, 560, 1120)  # that Gemma 4 was trained with
 
@@ -137,10 +137,12 @@ def read_gemma4(settings: Settings, config: Fields) -> Gemma4Processor:
     soft_tokens = settings.number("max_soft_tokens", 280)
     if soft_tokens not in SOFT_TOKENS:
         raise settings.fields.error("max_soft_tokens", f"is {soft_tokens}: allowed are {SOFT_TOKENS}")
+    patch, merge = settings.number("patch_size", 16), settings.number("pooling_kernel_size", 3)
+    check_tower(config, patch_size=patch, pooling_kernel_size=merge)
     return Gemma4Processor(
         token=config.get("image_token_id", int, 258880), begin=config.get("boi_token_id", int, 255999),
         end=config.get("eoi_token_id", int, 258882), soft_tokens=soft_tokens,
-        patch=settings.number("patch_size", 16), merge=settings.number("pooling_kernel_size", 3),
+        patch=patch, merge=merge,
         normalization=settings.normalization([0.0] * 3, [1.0] * 3, normalizes=False),
         resample=settings.resample(BICUBIC)
     )

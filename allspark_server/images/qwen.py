@@ -9,7 +9,7 @@ import numpy as np
 
 from ..models.fields import Fields
 from .processor import MAX_PIXELS, EncodedImage, ImageProcessor
-from .settings import BICUBIC, CLIP_MEAN, CLIP_STD, Settings
+from .settings import BICUBIC, CLIP_MEAN, CLIP_STD, Settings, check_tower
 
 MAX_RATIO = 200  # of the longer side to the shorter
 _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # transformers' own
@@ -72,9 +72,11 @@ def read(settings: Settings, config: Fields) -> QwenProcessor:
     most = fields.get("max_pixels", int, size.get("longest_edge", _SIZE["longest_edge"]))
     if not 0 < least <= most <= MAX_PIXELS:
         raise fields.error("size", f"asks for {least} to {most} pixels: expected are 1 to {MAX_PIXELS}")
+    patch, merge = settings.number("patch_size", 14), settings.number("merge_size", 2)
+    frames = settings.number("temporal_patch_size", 2)
+    check_tower(config, patch_size=patch, spatial_merge_size=merge, temporal_patch_size=frames)
     return QwenProcessor(
-        token=config.need("image_token_id", int), patch=settings.number("patch_size", 14),
-        merge=settings.number("merge_size", 2), frames=settings.number("temporal_patch_size", 2),
+        token=config.need("image_token_id", int), patch=patch, merge=merge, frames=frames,
         min_pixels=least, max_pixels=most, normalization=settings.normalization(CLIP_MEAN, CLIP_STD),
         resample=settings.resample(BICUBIC)
     )

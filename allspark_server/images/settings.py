@@ -80,6 +80,14 @@ class Settings:
                 raise self.fields.error(name, f"is {str(not value).lower()}: only {str(value).lower()} is supported")
 
 
+def check_tower(config: Fields, **values: int) -> None:
+    """AllSparkError if vision_config has another value of a field than the image processor."""
+    tower = Fields(config.need("vision_config", dict), config.path, "vision_config.")
+    for name, value in values.items():
+        if tower.get(name, int, value) != value:
+            raise tower.error(name, f"is {tower.values[name]}, and that of the image processor {value}")
+
+
 def read_settings(directory: str | Path) -> Settings | None:
     """The settings of a checkpoint; None if it has no image processor."""
     for name, key in _FILES:

@@ -185,6 +185,12 @@ def test_wrong_settings(read, settings, problem):
     assert problem in str(caught.value)
 
 
+def test_towers_of_another_size(read):
+    for config, name in ((QWEN, "patch_size"), (QWEN, "spatial_merge_size"), (GEMMA4, "pooling_kernel_size")):
+        with pytest.raises(AllSparkError, match=rf"vision_config.{name}' of .*config.json is 5, and that of the image"):
+            read({**config, "vision_config": {name: 5}}, {})
+
+
 def test_models_without_images(tmp_path):
     from allspark_server.images import read_processor
     assert read_processor(tmp_path, QWEN) is None                                  # no settings
