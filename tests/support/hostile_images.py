@@ -69,6 +69,7 @@ def crafted(rng: np.random.Generator) -> dict[str, tuple[bytes, str]]:
              "html": (b"<!DOCTYPE html><html>", UNKNOWN), "svg": (b"<svg xmlns='x'/>", UNKNOWN),
              "pdf": (b"%PDF-1.7", "begins with the bytes 25 50 44 46 2d 31 2e 37: allowed are PNG, JPEG, WebP and GIF"),
              "wav": (b"RIFF\x24\0\0\0WAVEfmt ", UNKNOWN), "zip": (b"PK\3\4" + rng.bytes(99), UNKNOWN)}
+    Image.init()  # all formats that this Pillow can write
     for form in ("BMP", "TIFF", "PPM", "ICO", "TGA", "PCX", "EPS", "AVIF", "PDF"):
         if form in Image.SAVE:
             found[form] = encoded(small, form), UNKNOWN
