@@ -242,6 +242,7 @@ class Engine(AbstractEngine):
         adapter = model.adapters.of_request(spec) if spec.config.lora_name else None
         samples, size = spec.config.n, estimated_size(spec)
         model.queue.reserve(spec.tenant, samples, size)  # before the work of reading the prompt
+        prepared = None
         try:
             prepared = model.input.prepare(spec, adapter)
             dependency = dependency or prepared.dependency
@@ -257,6 +258,8 @@ class Engine(AbstractEngine):
                 self._forget_old()
         except BaseException:
             model.queue.unreserve(spec.tenant, samples, size)
+            if prepared is not None:
+                prepared.interest.ended = True
             raise
         if dependency is not None:
             unblock = functools.partial(model.unblock, request)

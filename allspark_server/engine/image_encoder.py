@@ -110,8 +110,10 @@ class ImageEncoder:
 
     def request(self, scope: str, image: ImageInput, wanted: Callable[[], bool]) -> Future[np.ndarray]:
         """The rows of an image, float32 [tokens, width]. Requests of one `scope` share them. The image may be left out
-        once `wanted()` of all its requests is false.
+        once `wanted()` of all its requests is false. AllSparkError if the tower has failed.
         """
+        if self.failure is not None:
+            raise self._failed()
         key = (scope, image.digest)
         with self._lock:
             rows = self._kept.get(key)
@@ -170,7 +172,8 @@ class ImageEncoder:
     @one_thread
     def end_all(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
         """Fails the requests that wait for images."""
-        error = error or AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"model {self._model!r} was stopped")
+        error = self._failed() if self.failure is not None else error or AllSparkError(
+            AsStatus.ALLSPARK_RUNTIME_ERROR, f"model {self._model!r} was stopped")
         with self._lock:
             jobs, self._jobs = list(self._jobs.values()), {}
         self._queue.clear()
@@ -183,6 +186,12 @@ class ImageEncoder:
         """As of a model that samples: there are none."""
 
     # --- internals ---
+
+    def _failed(self) -> AllSparkError:
+        return AllSparkError(
+            AsStatus.ALLSPARK_RUNTIME_ERROR,
+            f"the vision tower of model {self._model!r} has failed ({self.failure}); release and install the model to "
+            "load it again")
 
     def _cost(self, jobs: list[_Job]) -> float:
         """Operations that images take."""

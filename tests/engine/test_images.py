@@ -283,3 +283,22 @@ def test_steps_must_have_room_for_an_image_whose_rows_see_each_other(engine_of):
     with pytest.raises(AllSparkError, match="a step has all 16 rows of an image.* set it to at least 32"), \
             installed(engine, "gemma3", max_step_tokens=31):
         pass
+
+
+def test_a_tower_that_fails_ends_the_requests_that_wait_for_it(engine_of):
+    """And those that come later; requests without images go on."""
+    engine = engine_of("engine")
+    with installed(engine, "qwen2-vl") as name:
+        encoder, failed = engine.served_model(name).input.images.encoder, []
+
+        def fail(*_):
+            failed.append(1)
+            raise ValueError("a plan that ranks refuse")
+
+        encoder._plan = fail
+        *_, results = start(engine, name, PROBES[0])
+        with pytest.raises(AllSparkError, match="vision tower of model .* has failed .a plan that ranks refuse."):
+            list(results)
+        with pytest.raises(AllSparkError, match="vision tower of model"):
+            start(engine, name, PROBES[0])
+        assert len(collect(start(engine, name, OTHERS[1])[2])[0]) == NEW_TOKENS and failed == [1]
