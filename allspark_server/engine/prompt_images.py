@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from allspark_client.errors import AllSparkError, AsStatus
+
 from ..scheduler import PlacedImage, PromptImages
 from .image_encoder import ImageEncoder
 
@@ -38,6 +40,11 @@ class ImageStage:
         AllSparkError if one is wrong, or if they do not fit the prompt.
         """
         found = self._processor.process(images, most_tokens)
+        for number, image in enumerate(found, 1):
+            if image.tokens > self.encoder.most_tokens:
+                raise AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                                    f"image {number} of the request has {image.tokens} tokens: this model takes at "
+                                    f"most {self.encoder.most_tokens} an image (max_image_tokens)")
         return self._processor.expand(ids, found), found
 
     def place(self, ids: list[int], images: Sequence[ImageInput]) -> PromptImages:
