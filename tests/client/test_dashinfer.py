@@ -16,7 +16,8 @@ from allspark_client import AllSparkError, AsModelRuntimeConfigBuilder, Generate
 from allspark_client.helper import ConfigManager, EngineHelper, QuantizeConfig
 from allspark_server import Engine, HuggingFaceModel
 from allspark_server.weights.asgraph import read_graph
-from support.checkpoints import checkpoint, prompt_of, reference_greedy
+from support.checkpoints import checkpoint, prompt_of
+from support.greedy import reference_greedy
 
 MODEL_HUB = """
     import os

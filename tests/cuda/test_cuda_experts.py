@@ -300,15 +300,9 @@ def names() -> list[str]:
 @pytest.mark.parametrize("name", names())
 def test_logits_and_greedy_ids_in_float32(name):
     pytest.importorskip("transformers")
-    from support.checkpoints import (
-        check_greedy,
-        check_logits,
-        checkpoint,
-        prompt_of,
-        reference_greedy,
-        reference_logits,
-    )
+    from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits
     from support.driver import Driver
+    from support.greedy import check_greedy, reference_greedy
 
     directory = checkpoint(name)
     with Driver(directory, weight_dtype="float32", **UNIT) as gpu:

@@ -165,8 +165,9 @@ def checkpoint_of(name, directory):
 @pytest.mark.parametrize("name", LATENT)
 def test_model_in_float32(name, tmp_path):
     source = checkpoint_of(name, tmp_path)
-    from support.checkpoints import check_greedy, check_logits, prompt_of, reference_greedy, reference_logits
+    from support.checkpoints import check_logits, prompt_of, reference_logits
     from support.driver import Driver
+    from support.greedy import check_greedy, reference_greedy
 
     with Driver(source, compute_unit="CUDA:0", weight_dtype="float32") as gpu:
         for length in (1, 33, 129, 300, 700):
@@ -202,7 +203,8 @@ def test_ranks_that_share_a_gpu(ranks, dtype, tmp_path, monkeypatch):
     from allspark_client import AsModelConfig, ClientEngine
     from allspark_launch.group.background import background_group
     from allspark_server.runtime.device import SHARED_GPUS
-    from support.checkpoints import check_greedy, prompt_of, reference_greedy
+    from support.checkpoints import prompt_of
+    from support.greedy import check_greedy, reference_greedy
 
     def collect(started):
         found = list(started[2])

@@ -159,15 +159,9 @@ def test_norms_of_all_queries_and_of_all_keys(q_heads, kv_heads, dim):
 def test_logits_and_greedy_ids_in_float32(name):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from support.checkpoints import (
-        check_greedy,
-        check_logits,
-        checkpoint,
-        prompt_of,
-        reference_greedy,
-        reference_logits,
-    )
+    from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits
     from support.driver import Driver
+    from support.greedy import check_greedy, reference_greedy
 
     directory = checkpoint(name)
     with Driver(directory, weight_dtype="float32", compute_unit="CUDA:0") as gpu:

@@ -6,7 +6,6 @@ Each promise of the API is tested here once. A test that needs to know which eng
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 
@@ -28,7 +27,8 @@ from allspark_client import (
     RequestStatInfo,
     TargetDevice,
 )
-from support.checkpoints import VOCAB, check_greedy, prompt_of, reference_greedy
+from support.checkpoints import VOCAB, prompt_of
+from support.greedy import check_greedy_output
 from support.units import UNIT
 
 Status = GenerateRequestStatus
@@ -88,16 +88,10 @@ def refused(status: AsStatus, call, *args, match: str | None = None):
 # --- output ---
 
 
-@functools.cache
-def reference(model, length):
-    """For all engines once."""
-    return reference_greedy(model, prompt_of(length), 64)
-
-
 @pytest.mark.parametrize("length", [1, 33, 129, 300])
 def test_greedy_output_is_that_of_transformers(engine, tiny_model, length):
     prompt = prompt_of(length)
-    check_greedy(run(engine, prompt, **GREEDY, max_new_tokens=64), reference(tiny_model, length))
+    check_greedy_output(run(engine, prompt, **GREEDY, max_new_tokens=64), tiny_model, prompt)
 
 
 def test_seed_decides(engine):

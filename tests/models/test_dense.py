@@ -27,16 +27,14 @@ from reference.loading import logits_after, model_runner
 from support.checkpoints import (
     DENSE,
     PROMPT_LENGTHS,
-    Greedy,
-    check_greedy,
     check_logits,
     checkpoint,
-    greedy_of,
     prompt_of,
     reference_logits,
     reference_model,
 )
 from support.driver import Driver, together
+from support.greedy import Greedy, check_greedy, check_greedy_output
 from support.published import PUBLISHED
 
 FIRST = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")  # one of each kind of network
@@ -103,14 +101,14 @@ def test_ranks(name):
 
 
 @slow
-@pytest.mark.timeout(1200)  # the first test computes the reference, token by token in float64
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", DENSE)
 def test_greedy_output(name, world):
     """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         for length in (1, 90):
-            check_greedy(driver.generate(prompt_of(length, seed=1), 256, chunk=48)[0], greedy_of(name, length))
+            prompt = prompt_of(length, seed=1)
+            check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], checkpoint(name), prompt)
 
 
 # -- beyond the original length ----------------------------------------------------------------------------------------

@@ -18,17 +18,9 @@ from allspark_server.models import read_config
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.safetensors import write_safetensors
 from reference.loading import logits_after, model_runner
-from support.checkpoints import (
-    EXPERTS,
-    PROMPT_LENGTHS,
-    check_greedy,
-    check_logits,
-    checkpoint,
-    greedy_of,
-    prompt_of,
-    reference_logits,
-)
+from support.checkpoints import EXPERTS, PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver, together
+from support.greedy import check_greedy_output
 
 slow = pytest.mark.slow
 QUICK = [pytest.param(name, marks=slow) if name.endswith("-plain") else name for name in EXPERTS]
@@ -60,7 +52,7 @@ def test_greedy_output(name, world):
     """Prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         prompt = prompt_of(90, seed=1)
-        check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy_of(name))
+        check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], checkpoint(name), prompt)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

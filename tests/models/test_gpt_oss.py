@@ -20,17 +20,9 @@ from allspark_server.models import read_config
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
-from support.checkpoints import (
-    PROMPT_LENGTHS,
-    check_greedy,
-    check_logits,
-    checkpoint,
-    greedy_of,
-    prompt_of,
-    reference_greedy,
-    reference_logits,
-)
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver, together
+from support.greedy import check_greedy_output
 from support.mxfp4_checkpoint import mxfp4_pair, mxfp4_tensors, write
 from support.quantized_checkpoints import assert_equal, recovered
 
@@ -78,13 +70,12 @@ def test_logits_of_all_lengths(name):
 
 
 @slow
-@pytest.mark.timeout(1200)  # the first test computes the reference, token by token in float64
 @cases((1, 2, 3, 4))
 def test_greedy_output(name, world):
     """Prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         prompt = prompt_of(90, seed=1)
-        check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy_of(name))
+        check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], checkpoint(name), prompt)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -213,12 +204,11 @@ def test_mxfp4_logits_of_all_lengths(mxfp4):
 
 
 @slow
-@pytest.mark.timeout(1200)  # the first test computes the reference, token by token in float64
 @pytest.mark.parametrize("world", [1, 3])
 def test_mxfp4_greedy_output(mxfp4, world):
     with Driver(mxfp4[0], world) as driver:
         prompt = prompt_of(90, seed=1)
-        check_greedy(driver.generate(prompt, 256, chunk=48)[0], reference_greedy(mxfp4[1], prompt, 256))
+        check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], mxfp4[1], prompt)
 
 
 def test_mxfp4_has_the_same_bits_alone_and_in_a_batch(mxfp4):

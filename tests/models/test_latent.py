@@ -20,18 +20,9 @@ from allspark_server import HuggingFaceModel
 from allspark_server.models.config import read_config
 from allspark_server.runtime.native import native_library
 from reference.loading import logits_after, model_runner
-from support.checkpoints import (
-    INDEXED,
-    LATENT,
-    PROMPT_LENGTHS,
-    check_greedy,
-    check_logits,
-    checkpoint,
-    greedy_of,
-    prompt_of,
-    reference_logits,
-)
+from support.checkpoints import INDEXED, LATENT, PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver, together
+from support.greedy import check_greedy_output
 from support.quantized_checkpoints import DEEPSEEK, assert_equal, float8_blocks, recovered, scheme_pair, write_pair
 
 RANKS = (1, 2, 3, 4)
@@ -62,8 +53,8 @@ def test_logits(name, world):
 def test_greedy_output(name, world):
     """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
-        tokens, _ = driver.generate(prompt_of(90, seed=1), 256, chunk=48)
-        check_greedy(tokens, greedy_of(name))
+        prompt = prompt_of(90, seed=1)
+        check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], checkpoint(name), prompt)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------

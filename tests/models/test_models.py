@@ -22,15 +22,14 @@ from support.checkpoints import (
     CONFIGS,
     PROMPT_LENGTHS,
     STORED,
-    check_greedy,
     check_logits,
     checkpoint,
     prompt_of,
-    reference_greedy,
     reference_logits,
     reference_model,
 )
 from support.driver import Driver
+from support.greedy import check_greedy_output
 
 RANKS = (1, 2, 3, 4)
 GREEDY_PROMPTS = (1, 90)
@@ -72,7 +71,7 @@ LONG = ("llama-linear", "llama-dynamic", "llama-biases", "mistral", "ministral",
     for i, name in enumerate(CONFIGS) for world in RANKS])
 def test_logits(name, world):
     with Driver(checkpoint(name), world) as driver:
-        for length in PROMPT_LENGTHS:
+        for length in PROMPT_LENGTHS if world == 1 else (1, 33, 300):
             prompt = prompt_of(length)
             _, logits = driver.generate(prompt, 1)
             check_logits(logits[0], reference_logits(checkpoint(name), prompt))
@@ -87,16 +86,7 @@ def test_greedy_output(name, world):
         for length in GREEDY_PROMPTS:
             prompt = prompt_of(length, seed=1)
             tokens, _ = driver.generate(prompt, 256, chunk=48)
-            check_greedy(tokens, reference(name, length))
-
-
-_greedy = {}
-
-
-def reference(name, length):
-    if (name, length) not in _greedy:
-        _greedy[name, length] = reference_greedy(checkpoint(name), prompt_of(length, seed=1), 256)
-    return _greedy[name, length]
+            check_greedy_output(tokens, checkpoint(name), prompt)
 
 
 @pytest.mark.parametrize("world", (1, 2))

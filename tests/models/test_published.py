@@ -16,8 +16,9 @@ pytest.importorskip("transformers")
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.models import read_config
-from support.checkpoints import PROMPT_LENGTHS, check_greedy, check_logits, prompt_of
+from support.checkpoints import PROMPT_LENGTHS, check_logits, prompt_of
 from support.driver import Driver, together
+from support.greedy import check_greedy
 from support.published import PUBLISHED, Published, twin, write
 
 slow = pytest.mark.slow

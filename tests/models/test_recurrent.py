@@ -25,17 +25,9 @@ from allspark_server.models import read_config
 from allspark_server.runtime.host_cache import HEADER
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
-from support.checkpoints import (
-    PROMPT_LENGTHS,
-    RECURRENT,
-    check_greedy,
-    check_logits,
-    checkpoint,
-    greedy_of,
-    prompt_of,
-    reference_logits,
-)
+from support.checkpoints import PROMPT_LENGTHS, RECURRENT, check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver, together
+from support.greedy import check_greedy_output
 
 slow = pytest.mark.slow
 FIRST = ("qwen3-next", "qwen3-5-moe")
@@ -80,14 +72,14 @@ def test_ranks(name):
 
 
 @slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_greedy_output(name, world):
     """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         for length in (1, 90):
-            check_greedy(driver.generate(prompt_of(length, seed=1), 256, chunk=48)[0], greedy_of(name, length))
+            prompt = prompt_of(length, seed=1)
+            check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], checkpoint(name), prompt)
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------

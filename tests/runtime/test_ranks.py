@@ -25,6 +25,7 @@ from support.paths import ROOT
 from support.waiting import wait_for
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
+from support.greedy import check_greedy_output
 
 CONFIGURATION = "qwen2-gqa-tied"        # 14 query heads, 2 KV heads, 151 intermediate, 1031 words: divides by nothing
 MPIS = {i.source: i for i in installations()[0]}
@@ -65,20 +66,6 @@ def greedy(engine, name: str, prompt: list[int], n: int) -> list[int]:
     return ids
 
 
-@pytest.fixture(scope="module")
-def reference():
-    """Greedy tokens of transformers in float64, computed once: get(configuration, prompt length, tokens)."""
-    known = {}
-
-    def get(name: str, length: int, n: int):
-        key = name, length, n
-        if key not in known:
-            known[key] = checkpoints.reference_greedy(checkpoints.checkpoint(name), checkpoints.prompt_of(length), n)
-        return known[key]
-
-    return get
-
-
 @pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda n: f"{n}ranks")
 def group(request):
     """A group and a client of it, for each number of ranks in turn."""
@@ -101,20 +88,20 @@ def test_world_and_binding(group):
 
 
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
-def test_greedy_is_what_transformers_says(group, reference, name):
+def test_greedy_is_what_transformers_says(group, name):
     """A short version of test_table over configurations and ranks."""
     install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=512)
     try:
         for length in (1, 7, 150):
-            found = greedy(group.engine, name, checkpoints.prompt_of(length), 24)
-            checkpoints.check_greedy(found, reference(name, length, 24))
+            prompt = checkpoints.prompt_of(length)
+            check_greedy_output(greedy(group.engine, name, prompt, 24), checkpoints.checkpoint(name), prompt)
     finally:
         group.engine.release_model(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", checkpoints.CONFIGS)
-def test_table(group, reference, name, capsys):
+def test_table(group, name, capsys):
     """256 tokens, prompts of 1 to 700 tokens, all at once. Prints one line of the table."""
     install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=1024, max_step_tokens=64)
     counts = []
@@ -127,7 +114,8 @@ def test_table(group, reference, name, capsys):
             t.start()
         for t in threads:
             t.join()
-        counts = [checkpoints.check_greedy(found[n], reference(name, n, 256)) for n in lengths]
+        counts = [check_greedy_output(found[n], checkpoints.checkpoint(name), checkpoints.prompt_of(n))
+                  for n in lengths]
     finally:
         group.engine.release_model(name)
     with capsys.disabled():
@@ -274,7 +262,7 @@ def test_a_group_that_serves_between_kills_is_always_started_again(pair):
 
 @pytest.mark.parametrize("source", MPIS)
 @pytest.mark.parametrize("numactl", [True, False], ids=["numactl", "syscalls"])
-def test_each_mpi_installation(source, numactl, monkeypatch, reference, tmp_path):
+def test_each_mpi_installation(source, numactl, monkeypatch, tmp_path):
     monkeypatch.setenv("ALLSPARK_MPIRUN", str(MPIS[source].mpirun))
     if not numactl:         # a PATH without it: the interpreter's folder only
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -287,7 +275,8 @@ def test_each_mpi_installation(source, numactl, monkeypatch, reference, tmp_path
             maps = Path(f"/proc/{pid}/maps").read_text()
             assert str(MPIS[source].library.resolve()) in maps
             assert maps.count("libmpi.so") == maps.count(str(MPIS[source].library.resolve()))      # and no other
-        checkpoints.check_greedy(greedy(engine, "m", checkpoints.prompt_of(7), 24), reference(CONFIGURATION, 7, 24))
+        prompt = checkpoints.prompt_of(7)
+        check_greedy_output(greedy(engine, "m", prompt, 24), checkpoints.checkpoint(CONFIGURATION), prompt)
 
 
 def listening(pids: list[int]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Tiny random Hugging Face checkpoints with awkward sizes, and the logits and tokens of transformers for them.
+"""Tiny random Hugging Face checkpoints with awkward sizes, and the logits of transformers for them.
 
-`checkpoint(name)` writes one of CONFIGS once per process. `reference_logits`, `reference_greedy`, `check_logits` and
-`check_greedy` compare with transformers. Weights are scaled so that logits depend on the whole context.
+`checkpoint(name)` writes one of CONFIGS once per process. `reference_logits` and `check_logits` compare with
+transformers; greedy.py compares tokens. Weights are scaled so that logits depend on the whole context.
 """
 
 from __future__ import annotations
@@ -572,42 +572,15 @@ def reset_rotary(model):
     return model
 
 
-@torch.inference_mode()
 def reference_logits(directory: Path, prompt: list[int], dtype: torch.dtype = torch.float32) -> np.ndarray:
-    """Logits after the last token of a prompt: [vocab], float64."""
-    return reference_model(directory, dtype)(torch.tensor([prompt])).logits[0, -1].double().numpy()
+    """Logits after the last token of a prompt: [vocab], float64. Computed once for all numbers of ranks."""
+    return _logits(Path(directory), tuple(prompt), dtype)
 
 
-@dataclass(frozen=True)
-class Greedy:
-    """Greedy tokens, and for each of them the gap between the two best logits, in standard deviations of the logits."""
-
-    tokens: list[int]
-    gaps: list[float]
-
-
+@functools.lru_cache(maxsize=64)
 @torch.inference_mode()
-def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dtype = torch.float64) -> Greedy:
-    """`n` tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
-    model, ids = reference_model(directory, dtype), torch.tensor([prompt])
-    cache = transformers.DynamicCache(config=model.config)
-    tokens, gaps, more = [], [], {}
-    for _ in range(n):
-        if model.config.model_type == "bamba":  # it numbers the rows it is given from 0, whatever is in the cache
-            begin = len(prompt) + len(tokens) - ids.shape[1]
-            more = {"position_ids": torch.arange(begin, begin + ids.shape[1])[None]}
-        logits = model(ids, past_key_values=cache, use_cache=True, **more).logits[0, -1].double()
-        best = torch.topk(logits, 2).values
-        tokens.append(int(logits.argmax()))
-        gaps.append(float((best[0] - best[1]) / logits.std()))
-        ids = torch.tensor([tokens[-1:]])
-    return Greedy(tokens, gaps)
-
-
-@functools.cache
-def greedy_of(name: str, length: int = 90) -> Greedy:
-    """reference_greedy for 256 tokens after prompt_of(length, seed=1), of the named checkpoint."""
-    return reference_greedy(checkpoint(name), prompt_of(length, seed=1), 256)
+def _logits(directory: Path, prompt: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
+    return reference_model(directory, dtype)(torch.tensor([prompt])).logits[0, -1].double().numpy()
 
 
 def check_logits(found: np.ndarray, expected: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> float:
@@ -619,18 +592,6 @@ def check_logits(found: np.ndarray, expected: np.ndarray, tolerance: float = LOG
     worst = float(np.abs(found - expected).max() / expected.std())
     assert worst < tolerance, f"logits differ by {worst:.2e} of their standard deviation, allowed {tolerance:.0e}"
     return worst
-
-
-def check_greedy(found: list[int], expected: Greedy) -> int:
-    """Returns how many tokens are equal. Raises AssertionError if they differ where float64's two best logits are not
-    nearly tied.
-    """
-    assert len(found) == len(expected.tokens), f"{len(found)} tokens, expected {len(expected.tokens)}"
-    for i, (a, b, gap) in enumerate(zip(found, expected.tokens, expected.gaps)):
-        if gap < NEAR_TIE:
-            return i
-        assert a == b, f"token {i} is {a}, expected {b} (gap to the second best {gap:.1e} standard deviations)"
-    return len(found)
 
 
 def rewrite_header(path: Path, change) -> None:

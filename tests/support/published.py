@@ -19,7 +19,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints import VOCAB, Greedy
+from support.checkpoints import VOCAB
+from support.greedy import Greedy
 
 _QWEN = {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "no_bias": True, "rotary_pct": 1.0,
          "rotary_emb_base": 10000, "layer_norm_epsilon": 1e-6, "vocab_size": VOCAB, "num_hidden_layers": 3,
@@ -221,7 +222,7 @@ class Published:
         return out.reshape(count, -1)
 
     def greedy(self, prompt: list[int], n: int) -> Greedy:
-        """Like checkpoints.reference_greedy."""
+        """Like greedy.reference_greedy."""
         ids, gaps = list(prompt), []
         for _ in range(n):
             row = self.logits(ids, len(prompt))[-1]

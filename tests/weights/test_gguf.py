@@ -17,7 +17,7 @@ from allspark_server.models.rotary import rotary_of
 from allspark_server.tokenizer.tokenizer import Tokenizer
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.gguf import GgufFile, model_config, tokenizer as gguf_tokenizer, tokenizer_directory
-from support.checkpoints import check_logits, prompt_of, reference_greedy, reference_logits
+from support.checkpoints import check_logits, prompt_of, reference_logits
 from support.driver import Driver
 from support.gguf_files import (
     BLOCKS,
@@ -30,6 +30,7 @@ from support.gguf_files import (
     write_gguf,
     write_pair,
 )
+from support.greedy import reference_greedy
 from support.quantized_checkpoints import assert_equal, recovered
 
 TOLERANCE = 3e-3  # activations of 16 bits

@@ -16,8 +16,9 @@ from allspark_server import HuggingFaceModel
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.safetensors import SafetensorsFile
 from support.checkpoint_edits import move_to_odd_addresses
-from support.checkpoints import LOGIT_TOLERANCE, check_logits, prompt_of, reference_greedy, reference_logits
+from support.checkpoints import LOGIT_TOLERANCE, check_logits, prompt_of, reference_logits
 from support.driver import Driver
+from support.greedy import reference_greedy
 from support.quantized_checkpoints import (
     BLOCKS,
     FP4,
