@@ -279,12 +279,12 @@ class Graph:
         """The same model with one cache group that keeps every position; windows are then only masks."""
         if not any(group.kind == "sliding" for group in self.cache_groups):
             return self
-        other, layer = copy.copy(self), 0
+        other, numbers = copy.copy(self), dict[tuple[Attribute, Attribute], int]()
         other.cache_groups, other.ops = [CacheGroup()], []
         for op in self.ops:
             if op.type == "span_attention":
-                op = replace(op, attrs={**op.attrs, "layer": layer, "cache_group": 0})
-                layer += 1
+                place = op.attrs.get("cache_group", 0), op.attrs["layer"]
+                op = replace(op, attrs={**op.attrs, "layer": numbers.setdefault(place, len(numbers)), "cache_group": 0})
             other.ops.append(op)
         return other
 
@@ -483,12 +483,16 @@ class Graph:
         self._op("expert_lora", (y, x), (y,), target=target, experts=experts, block=block)
         return y
 
-    def head_norm(self, qkv: Tensor, block: int, name: str, **more: Any) -> Tensor:
-        """RMS norm of each head of a block (0: queries, 1: keys) of the packed projection, in place."""
-        head_dim = self.config.head_dim
-        weight = self.weight(Weight(name, (Part(name, head_dim),)))
-        self._op("head_norm", (qkv,), (qkv,), (weight,), block=block, head_dim=head_dim, eps=self.config.rms_norm_eps,
-                 **more)
+    def head_norm(self, qkv: Tensor, block: int, name: str = "", head_dim: int = 0, **more: Any) -> Tensor:
+        """RMS norm of each head of a block (0: queries, 1: keys, 2: values) of the packed projection, in place.
+
+        name: of its weight; "" for none. head_dim: 0 for the config's.
+        """
+        head_dim = head_dim or self.config.head_dim
+        plain = Weight(f"ones.{head_dim}", values=(1.0,) * head_dim)
+        weight = self.weight(Weight(name, (Part(name, head_dim),)) if name else plain)
+        self._op("head_norm", (qkv,), (qkv,), (weight,), block=block, head_dim=head_dim,
+                 **{"eps": self.config.rms_norm_eps, **more})
         return qkv
 
     def qk_square_sums(self, qkv: Tensor) -> Tensor:
@@ -586,13 +590,18 @@ class Graph:
         """`x *= factor`."""
         return self.op("scale", x, factor=factor)
 
+    def scale_by(self, x: Tensor, name: str) -> Tensor:
+        """`x *= w` with the checkpoint's tensor `name` of one value."""
+        return self.op("scale", x, weights=(self.weight(Weight(name, (Part(name, 1),))),))
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`x = cap * tanh(x / cap)`."""
         return self.op("soft_cap", x, cap=cap)
 
-    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
-        """`x *= y`, value by value."""
-        return self.op("multiply", x, y)
+    def multiply(self, x: Tensor, y: Tensor, offset: int = 0) -> Tensor:
+        """`x *= y`, value by value, with the columns of y from `offset` on."""
+        attrs: dict[str, Any] = {"offset": offset} if offset else {}
+        return self.op("multiply", x, y, **attrs)
 
     def sigmoid_gate(self, y: Tensor, gate: Tensor) -> Tensor:
         """`y *= sigmoid(gate)` with a gate for each value."""
@@ -679,10 +688,13 @@ class Graph:
                        gate="silu")
 
     # -- experts -------------------------------------------------------------------------------------------------------
-    def router(self, logits: Tensor, rows: str, correction: Weight | None = None, **attrs: Any) -> Tensor:
+    def router(self, logits: Tensor, rows: str, correction: Weight | None = None, expert_scales: Weight | None = None,
+               **attrs: Any) -> Tensor:
         """Chooses experts for each row: makes the row set `rows` and returns the weights of its entries."""
         y = self.tensor("routed", (Block(1),), rows)
-        self._op("router", (logits,), (y,), (correction,), top_k=self.row_sets[rows].times, **attrs)
+        if expert_scales is not None:
+            attrs["expert_scales"] = 1
+        self._op("router", (logits,), (y,), (correction, expert_scales), top_k=self.row_sets[rows].times, **attrs)
         return y
 
     def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, out: str) -> Tensor:
@@ -710,9 +722,9 @@ class Graph:
         self._op("kept_hidden", outputs=(x,))
         return x
 
-    def concat(self, x: Tensor, y: Tensor) -> Tensor:
-        """The columns of both."""
-        return self.op("concat", x, y, out="both", blocks=x.blocks + y.blocks)
+    def concat(self, *inputs: Tensor, out: str = "both") -> Tensor:
+        """The columns of two or three tensors."""
+        return self.op("concat", *inputs, out=out, blocks=tuple(block for x in inputs for block in x.blocks))
 
     # -- outputs -------------------------------------------------------------------------------------------------------
     def pool_rows(self, x: Tensor, pooling: str) -> Tensor:

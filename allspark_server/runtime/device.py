@@ -68,6 +68,10 @@ class Device:
         """AllSparkError if the device does not support a format of a matrix (`forms`), the cache type or the config."""
         raise NotImplementedError
 
+    def missing(self, graph: Graph) -> str | None:
+        """What a network's layers have that the device lacks, in words for users; None if it lacks nothing."""
+        return next((self.missing_ops[op.type] for op in graph.ops if op.type in self.missing_ops), None)
+
     def available(self, world: int) -> int:
         """The bytes that this rank may use now."""
         raise NotImplementedError
@@ -214,12 +218,13 @@ class Cpus(Device):
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """See `Device.activation_bytes`."""
         graph, native = model.graph, self._library
-        latent = next((op.attrs for op in graph.ops if op.type == "latent_attention"), None)
-        sizes = (int(latent["latent_dim"]), int(latent["rope_dim"])) if latent else (graph.config.head_dim, 0)
-        attention = native.attention_bytes(self._threads, model.config.engine_max_length, sizes[0], model.cache_dtype,
-                                           rope_dim=sizes[1])
-        # Layers with different windows have work lists and partial results of their own.
-        windows = {op.attrs.get("window", 0) for op in graph.ops if op.type in ("span_attention", "latent_attention")}
+        # Layers with different windows, or heads, have work lists and partial results of their own.
+        kinds = {(op.attrs.get("window", 0), int(op.attrs["head_dim"]), 0) for op in graph.ops
+                 if op.type == "span_attention"}
+        kinds |= {(0, int(op.attrs["latent_dim"]), int(op.attrs["rope_dim"])) for op in graph.ops
+                  if op.type == "latent_attention"}
+        attention = sum(native.attention_bytes(self._threads, model.config.engine_max_length, dim, model.cache_dtype,
+                                               rope_dim=rope_dim) for _, dim, rope_dim in kinds)
         prepared = 0
         for op in graph.ops:
             if op.type not in ("linear", "expert_linear", "head_linear"):
@@ -239,7 +244,7 @@ class Cpus(Device):
                 heads, dim = (graph.tensors[name].width_of(model.rank, model.world) for name in op.inputs[1:])
                 scores = native.indexer_bytes(self._threads, model.config.engine_max_length, heads, dim)
         # Rows prepared for a GEMM, and for attention.
-        return (tensor_bytes(model, rows, outputs) + forms * len(windows) * attention + 2 * prepared
+        return (tensor_bytes(model, rows, outputs) + forms * attention + 2 * prepared
                 + lora + kept + scores)
 
 
@@ -291,6 +296,14 @@ class Gpu(Device):
             missing.append(f"a cache of type {cache_dtype}")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
+
+    def missing(self, graph: Graph) -> str | None:
+        """See `Device.missing`."""
+        if len({op.attrs["head_dim"] for op in graph.ops if op.type == "span_attention"}) > 1:
+            return "heads of several sizes"
+        if any(op.type == "scale" and op.weights for op in graph.ops):
+            return "factors from the checkpoint"
+        return super().missing(graph)
 
     def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
         """See `Device.form_of`."""

@@ -345,6 +345,61 @@ def _state_space(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
     return _finished(e, x, last, logits, embedding)
 
 
+def _several_heads(weights: str, group: int, cache: str, empty: Callable = _on_cpu) -> Any:
+    """An executor with heads of two sizes in two cache groups, normed values that are keys, and a layer that reads
+    another one's keys; factors from weights, products with some columns of a tensor, and experts with scales.
+    """
+    native, e = native_library(), empty()
+    matrix, vector = _weights_of(e, weights, group, iter(range(501, 600)))
+    small, large = HEAD_DIM // 2, HEAD_DIM
+    x, y, qkv, context, queries, keys, joined, wide, columns, router, last, logits = (
+        e.add_tensor(size, rows) for size, rows in (
+            (HIDDEN, False), (HIDDEN, False), ((HEADS + 2 * KV_HEADS) * small, False), (HEADS * small, False),
+            (HEADS * large, False), (KV_HEADS * large, False), ((HEADS + 2 * KV_HEADS) * large, False),
+            (HEADS * large, False), (2 * HIDDEN, False), (EXPERTS, False), (HIDDEN, True), (VOCAB, True)))
+    e.add_cache_group("full", 0)
+    e.add_cache_group("sliding", 48)
+    embedding = matrix(VOCAB, HIDDEN)
+    e.add_op("rotary_table", [], [], [e.add_vector(np.ldexp(np.float32(1), -np.arange(small // 2, dtype=np.int32)))],
+             {"rotary_dim": small})
+    e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
+
+    def attend(rows: int, out: int, dim: int, kv_heads: int, place: dict[str, int]) -> None:
+        attributes = {"kv_heads": kv_heads} if kv_heads else {}
+        e.add_op("head_norm", [rows], [], [vector(dim, 1)], {"head_dim": dim, "offset": 0, "heads": HEADS, "eps": 1e-6})
+        if kv_heads:
+            e.add_op("head_norm", [rows], [], [vector(dim, 1)],
+                     {"head_dim": dim, "offset": (HEADS + kv_heads) * dim, "heads": kv_heads, "eps": 1e-6})
+        e.add_op("span_attention", [rows], [out], [], {
+            "q_heads": HEADS, "head_dim": dim, "group": HEADS // KV_HEADS, "scale": 1, **attributes, **place})
+        e.add_op("linear", [out], [y], [matrix(HIDDEN, HEADS * dim)], {})
+        e.add_op("add", [x, y], [x], [], {})
+
+    e.add_op("linear", [x], [qkv], [matrix((HEADS + 2 * KV_HEADS) * small, HIDDEN)], {})
+    e.add_op("rope", [qkv], [], [], {"head_dim": small, "offset": 0, "heads": HEADS + KV_HEADS})
+    attend(qkv, context, small, KV_HEADS, {"layer": 0, "cache_group": 1, "window": 40})
+    e.add_op("linear", [x], [queries], [matrix(HEADS * large, HIDDEN)], {})
+    e.add_op("linear", [x], [keys], [matrix(KV_HEADS * large, HIDDEN)], {})
+    e.add_op("concat", [queries, keys, keys], [joined], [], {})
+    attend(joined, wide, large, KV_HEADS, {"layer": 0})
+    e.add_op("linear", [x], [queries], [matrix(HEADS * large, HIDDEN)], {})
+    attend(queries, wide, large, 0, {"layer": 0})
+    e.add_op("linear", [x], [columns], [matrix(2 * HIDDEN, HIDDEN)], {})
+    e.add_op("multiply", [y, columns], [], [], {"offset": 37})
+    e.add_op("concat", [y, x], [columns], [], {})
+    e.add_op("linear", [columns], [y], [matrix(HIDDEN, 2 * HIDDEN)], {})
+    e.add_op("add", [x, y], [x], [], {})
+    routed = e.add_row_set(native.ALL_ROWS, TOP)
+    scores, out = e.add_tensor(1, routed), e.add_tensor(HIDDEN, routed)
+    e.add_op("linear", [x], [router], [matrix(EXPERTS, HIDDEN, dtype="float32")], {})
+    e.add_op("router", [router], [scores], [vector(EXPERTS), vector(EXPERTS, 1)], {"top_k": TOP, "expert_scales": 1})
+    e.add_op("expert_linear", [x], [out], [matrix(EXPERTS * HIDDEN, HIDDEN, EXPERTS)], {"experts": EXPERTS})
+    e.add_op("combine_experts", [out, scores], [y], [], {})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("scale", [x], [], [vector(1, 0.75)], {})
+    return _finished(e, x, last, logits, embedding, cache)
+
+
 def _encoder(weights: str, group: int, empty: Callable = _on_cpu) -> Any:
     """An executor with an encoder: a layer for each activation, of which every second one has a window, and each kind
     of pooling.
@@ -494,6 +549,13 @@ def recurrent_digests() -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
+def heads_digests() -> dict[str, str]:
+    """Digests of heads of several sizes, by weight format and type of the cache."""
+    return {f"heads {weights} {cache}": _run(_several_heads(weights, group, cache), (3, 63, 130), groups=2)
+            for (weights, group), cache in zip((*WEIGHTS[:2], *WEIGHTS[:2]), CACHES)}
+
+
+@functools.lru_cache(maxsize=1)
 def encoder_digests() -> dict[str, str]:
     """Digests of encoders, by weight format."""
     return {f"encoder {weights}": _run_encoder(_encoder(weights, group)) for weights, group in WEIGHTS[:2]}
@@ -543,7 +605,7 @@ def results_digest(gpu: int | None = None) -> str:
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
         found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign,
-                 **recurrent_digests(), **latent_digests(), **encoder_digests()}
+                 **recurrent_digests(), **latent_digests(), **heads_digests(), **encoder_digests()}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -132,8 +133,7 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
                                 f"{' or '.join(device.latent_caches)}")
-        missing = next((device.missing_ops[op.type] for op in self.graph.ops if op.type in device.missing_ops), None)
-        if missing:
+        if missing := device.missing(self.graph):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{self.graph.config.architecture} is not available on GPUs: its layers have "
                                 f"{missing}, which only CPUs compute")
@@ -169,18 +169,26 @@ class RankModel:
         return sum(size(weight) for weight in self.graph.weights.values())
 
     def span_bytes(self, device: Device, rank: int | None = None) -> int:
-        """Bytes of one span: keys and values of every layer, for the heads of this rank, or of another one."""
-        net = self.graph.config
+        """Bytes of one span: keys and values of all layers of the largest cache group, for the heads of this rank, or
+        of another one.
+        """
         latent = [op for op in self.graph.ops if op.type == "latent_attention"]
         if latent:  # one row a token, the same on every rank
             keys = [self.graph.tensors[op.inputs[2]] for op in self.graph.ops if op.type == "indexer"]
             return (sum(device.latent_span_bytes(self.config.cache_span_size, op, self.cache_dtype) for op in latent)
                     + sum(device.index_span_bytes(self.config.cache_span_size, key.width_of(self.rank, self.world),
                                                   self.cache_dtype) for key in keys))
-        head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
-        begin, end = self.graph.kv_heads.units_of(self.rank if rank is None else rank, self.world)
-        layers = {op.attrs["layer"] for op in self.graph.ops if op.type == "span_attention"}
-        return head * (end - begin) * len(layers)
+        rank, layers = self.rank if rank is None else rank, dict[tuple[int, int], int]()  # by cache group and number
+        for op in self.graph.ops:
+            blocks = self.graph.tensors[op.inputs[0]].blocks if op.type == "span_attention" else ()
+            if len(blocks) > 1:  # not queries that read another layer's keys
+                dim, width = int(op.attrs["head_dim"]), blocks[1].width_of(rank, self.world)
+                place = int(op.attrs.get("cache_group", 0)), int(op.attrs["layer"])
+                layers[place] = width // dim * device.span_bytes(self.config.cache_span_size, dim, self.cache_dtype)
+        groups = Counter[int]()
+        for (group, _), size in layers.items():
+            groups[group] += size
+        return max(groups.values(), default=0)
 
     def state_bytes(self, device: Device, rank: int | None = None) -> tuple[int, int]:
         """Bytes of a sequence's recurrent state, and of its recent rows, on this rank or another one: see

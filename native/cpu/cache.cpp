@@ -112,38 +112,24 @@ void write_latent(const SpanLayout& s, char* span, int token, const float* row) 
     for (int d = 0; d < s.head_dim; d++) reinterpret_cast<uint16_t*>(to)[d] = float_to_bf16(row[d]);
 }
 
-void SpanCache::allocate(std::vector<LayerCache> layers, int num_spans) {
-  size_t bytes = 0;
-  auto size = [&](const LayerCache& l) { return l.layout.bytes * num_spans * l.kv_heads; };
-  for (const LayerCache& layer : layers) bytes += size(layer);
-  memory_ = Buffer(bytes, "the KV cache");
+void SpanCache::allocate(LayerCaches layers, int num_spans) {
   layers_ = std::move(layers);
-  char* next = memory_.as();
-  for (LayerCache& layer : layers_) layer.data = next, next += size(layer);
-}
-
-size_t SpanCache::span_bytes() const {
-  size_t bytes = 0;
-  for (const LayerCache& layer : layers_) bytes += layer.layout.bytes * layer.kv_heads;
-  return bytes;
+  std::map<int, size_t> used;  // bytes of a span, by cache group
+  for (auto& [place, layer] : layers_) span_bytes_ = std::max(span_bytes_, used[place.first] += layer.bytes());
+  memory_ = Buffer(span_bytes_ * num_spans, "the KV cache");
+  used.clear();
+  for (auto& [place, layer] : layers_) {
+    layer.data = memory_.as() + used[place.first], layer.stride = span_bytes_;
+    used[place.first] += layer.bytes();
+  }
 }
 
 void SpanCache::copy(const std::vector<int32_t>& spans, size_t begin, char* data, size_t bytes, bool to_spans) const {
-  const size_t each = span_bytes();
-  for (size_t at = begin; at < begin + bytes;) {
-    size_t within = at % each;
-    for (const LayerCache& layer : layers_) {
-      const size_t size = layer.layout.bytes * layer.kv_heads;
-      if (within >= size) {
-        within -= size;
-        continue;
-      }
-      const size_t count = std::min(size - within, begin + bytes - at);
-      char* place = layer.span(spans.at(at / each), 0) + within;
-      std::memcpy(to_spans ? place : data, to_spans ? data : place, count);
-      at += count, data += count;
-      break;
-    }
+  for (const size_t end = begin + bytes; begin < end;) {
+    const size_t within = begin % span_bytes_, count = std::min(span_bytes_ - within, end - begin);
+    char* place = span(spans.at(begin / span_bytes_)) + within;
+    std::memcpy(to_spans ? place : data, to_spans ? data : place, count);
+    begin += count, data += count;
   }
 }
 

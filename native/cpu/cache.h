@@ -1,6 +1,8 @@
 // The keys and values of all layers, in spans (span_layout.h) of a sequence's positions.
 #pragma once
 #include <cstdint>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "cpu/kernels/span_layout.h"
@@ -8,29 +10,36 @@
 
 namespace as {
 
-// A layer's part of the cache: its spans are adjacent, and so are the KV heads of a span. Layers with the same number
-// in different cache groups share it, because a span belongs to one group at a time.
+// A layer's part of the cache: of every span, the same bytes, in which its KV heads are adjacent.
 struct LayerCache {
   SpanLayout layout;
   int kv_heads = 0;
-  char* data = nullptr;
+  char* data = nullptr;  // the layer's part of the first span
+  size_t stride = 0;     // from a span to the next
 
-  char* span(int index, int kv_head) const { return data + layout.bytes * ((size_t)index * kv_heads + kv_head); }
+  size_t bytes() const { return layout.bytes * kv_heads; }
+  char* span(int index, int kv_head) const { return data + stride * index + layout.bytes * kv_head; }
 };
 
+// Layers by cache group and number in the group.
+using LayerCaches = std::map<std::pair<int, int>, LayerCache>;
+
+// A span is one range of memory with its layers one after the other. It belongs to one cache group at a time, so the
+// layers of different groups share it; it has room for those of the largest group.
 class SpanCache {
  public:
   // layers: with layout and number of KV heads.
-  void allocate(std::vector<LayerCache> layers, int num_spans);
-  const LayerCache& layer(int index) const { return layers_.at(index); }
-  int layers() const { return (int)layers_.size(); }
-  size_t span_bytes() const;
-  // Copies bytes [begin, begin + bytes) of these spans, one after the other with all their layers, to or from `data`.
+  void allocate(LayerCaches layers, int num_spans);
+  const LayerCache& layer(int group, int number) const { return layers_.at({group, number}); }
+  size_t span_bytes() const { return span_bytes_; }
+  char* span(int index) const { return memory_.as() + span_bytes_ * index; }
+  // Copies bytes [begin, begin + bytes) of these spans, one after the other, to or from `data`.
   void copy(const std::vector<int32_t>& spans, size_t begin, char* data, size_t bytes, bool to_spans) const;
   const Buffer& memory() const { return memory_; }
 
  private:
-  std::vector<LayerCache> layers_;
+  LayerCaches layers_;
+  size_t span_bytes_ = 0;
   Buffer memory_;
 };
 

@@ -7,49 +7,40 @@
 namespace as {
 namespace {
 
-std::vector<const LayerCache*> layers_of(const std::vector<const SpanCache*>& caches) {
-  std::vector<const LayerCache*> layers;
-  for (const SpanCache* cache : caches)
-    for (int l = 0; l < cache->layers(); l++) layers.push_back(&cache->layer(l));
-  return layers;
-}
-
-// A span's KV heads of a layer are adjacent.
-std::vector<size_t> pieces_of(const std::vector<const LayerCache*>& layers) {
+std::vector<size_t> pieces_of(const std::vector<const SpanCache*>& caches) {
   std::vector<size_t> pieces;
-  for (const LayerCache* layer : layers) pieces.push_back(layer->layout.bytes * layer->kv_heads);
+  for (const SpanCache* cache : caches) pieces.push_back(cache->span_bytes());
   return pieces;
 }
 
 }  // namespace
 
 size_t HostCache::bytes_for(const std::vector<const SpanCache*>& caches, int spans) {
-  return SpanRecords::bytes_for(pieces_of(layers_of(caches)), spans);
+  return SpanRecords::bytes_for(pieces_of(caches), spans);
 }
 
 HostCache::HostCache(const std::vector<const SpanCache*>& caches, Pool& pool, int spans, int file, size_t offset)
-    : layers_(layers_of(caches)), pool_(pool) {
+    : caches_(caches), pool_(pool) {
   if (spans < 1) throw std::invalid_argument("a second tier of " + std::to_string(spans) + " spans");
   if (file < 0) {
     memory_ = Buffer(bytes_for(caches, spans), "the prefix cache's second tier");
-    records_ = std::make_unique<SpanRecords>(pieces_of(layers_), spans, memory_.as());
+    records_ = std::make_unique<SpanRecords>(pieces_of(caches_), spans, memory_.as());
   } else {
-    records_ = std::make_unique<SpanRecords>(pieces_of(layers_), spans, file, offset);
+    records_ = std::make_unique<SpanRecords>(pieces_of(caches_), spans, file, offset);
   }
 }
 
 void HostCache::save(const SpanCopy& copy) const {
   records_->save(copy.host, copy.key, [&] {
-    records_->each_piece(copy.host, [&](int piece, char* at, size_t bytes) {
-      std::memcpy(at, layers_[piece]->span(copy.span, 0), bytes);
-    });
+    records_->each_piece(
+        copy.host, [&](int piece, char* at, size_t bytes) { std::memcpy(at, caches_[piece]->span(copy.span), bytes); });
   });
 }
 
 void HostCache::restore(const SpanCopy& copy) const {
   records_->check(copy.host, copy.key);
   records_->each_piece(copy.host, [&](int piece, const char* at, size_t bytes) {
-    std::memcpy(layers_[piece]->span(copy.span, 0), at, bytes);
+    std::memcpy(caches_[piece]->span(copy.span), at, bytes);
   });
 }
 

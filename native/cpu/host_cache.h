@@ -29,7 +29,7 @@ class HostCache : public SpanStore {
   void save(const SpanCopy& copy) const;
   void restore(const SpanCopy& copy) const;
 
-  const std::vector<const LayerCache*> layers_;
+  const std::vector<const SpanCache*> caches_;
   Pool& pool_;
   Buffer memory_;  // unless it is a file
   std::unique_ptr<SpanRecords> records_;

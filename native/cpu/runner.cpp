@@ -102,7 +102,7 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
     Step step{fused, bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
     if (last.is(Op::span_attention) || last.is(Op::latent_attention) || last.is(Op::indexer))
-      step.layout = &cache_.layer(last.integer("layer")).layout;
+      step.layout = &cache_.layer(last.integer("cache_group"), last.integer("layer")).layout;
     steps_.push_back(std::move(step));
     if (last.is(Op::hidden_states)) form.heads = steps_.size();
   }
@@ -116,8 +116,9 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
     if (group.kind != CacheKind::full && group.kind != CacheKind::sliding && group.kind != CacheKind::latent)
       throw std::invalid_argument(std::string("the CPU backend has no cache group of kind ") + name_of(group.kind));
   if (limits.num_spans < 1) throw std::invalid_argument("allocate: sizes must be positive");
-  std::map<int, LayerCache> layers;
+  LayerCaches layers;
   for (const OpNode& op : program_.ops()) {
+    if (op.is(Op::span_attention) && !op.integer("kv_heads")) continue;
     const bool pairs = core_.k.rules.bf16_pairs;
     LayerCache layer;
     layer.kv_heads = 1;
@@ -130,20 +131,14 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
       layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs),
       layer.kv_heads = op.integer("kv_heads");
     else continue;
-    const LayerCache& found = layers.emplace(op.integer("layer"), layer).first->second;
+    const auto place = std::make_pair(op.integer("cache_group"), op.integer("layer"));
+    const LayerCache& found = layers.emplace(place, layer).first->second;
     if (found.layout.bytes != layer.layout.bytes || found.layout.head_dim != layer.layout.head_dim ||
         found.kv_heads != layer.kv_heads)
       throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " +
-                                  std::to_string(op.integer("layer")) + " has another size in another cache group");
+                                  std::to_string(op.integer("layer")) + " has two sizes");
   }
-  std::vector<LayerCache> all;
-  for (auto& [index, layer] : layers) {
-    if (index != (int)all.size())
-      throw std::invalid_argument("op span_attention: layer " + std::to_string(index) + " of a model with " +
-                                  std::to_string(layers.size()));
-    all.push_back(layer);
-  }
-  cache_.allocate(std::move(all), limits.num_spans);
+  cache_.allocate(std::move(layers), limits.num_spans);
 }
 
 // The matrix in whose format an op stores the rows of a tensor, or null.

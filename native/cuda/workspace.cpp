@@ -252,6 +252,7 @@ void Workspace::allocate_cache() {
     const int heads = latent ? LatentHeads(latent_heads(program, op)).group : shared_heads(op).group;
     if (attentions++ && heads != group) refuse("layers of different numbers of query heads to a KV head");
     group = heads;
+    if (op.is(Op::span_attention) && !op.integer("kv_heads")) refuse("op span_attention of queries without keys");
     const auto [same, fresh] = by_layer.emplace(op.integer("layer"), layer);  // cache groups share the spans
     if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads ||
         same->second.rope_dim != layer.rope_dim)

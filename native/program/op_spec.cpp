@@ -169,7 +169,7 @@ void check_span_attention(const Program& p, const OpNode& op) {
              kv_begin = op.integer("kv_begin"), number = op.integer("cache_group"), window = op.integer("window");
   width_is(op, p.in(op), (q_heads + 2 * kv_heads) * head_dim, "input");
   width_is(op, p.out(op), q_heads * head_dim, "output");
-  if (layer < 0 || head_dim < 1 || group < 1 || q_heads < 1 || kv_heads < 1 || q_head_begin < 0 || kv_begin < 0 ||
+  if (layer < 0 || head_dim < 1 || group < 1 || q_heads < 1 || q_head_begin < 0 || kv_begin < 0 ||
       (kv_begin + kv_heads + 1) * group > 1 << 28 || p.in(op).rows != kAllRows)
     throw wrong(op, "invalid layer, head_dim, group or number of heads");
   if (number >= (long)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(number));
@@ -180,10 +180,21 @@ void check_span_attention(const Program& p, const OpNode& op) {
   if (cache.kind == CacheKind::sliding && (!window || window > cache.window))
     throw wrong(
         op, "a window of " + std::to_string(window) + " over a cache group that keeps " + std::to_string(cache.window));
+  const std::string place = "layer " + std::to_string(layer) + " of cache group " + std::to_string(number);
+  const OpNode* keeps = nullptr;  // the op that keeps keys and values there
   for (const OpNode& other : p.ops())
     if (other.spec == op.spec && other.integer("cache_group") == number && other.integer("layer") == layer &&
-        !(op.flag("bidirectional") && other.flag("bidirectional")))
-      throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
+        other.integer("kv_heads"))
+      keeps = &other;
+  if (kv_heads && keeps && !(op.flag("bidirectional") && keeps->flag("bidirectional")))
+    throw wrong(op, place + " is taken");
+  if (!kv_heads) {
+    if (!keeps) throw wrong(op, "queries without keys, and no earlier op keeps some in " + place);
+    const HeadRange own = kv_heads_of(op), kept = kv_heads_of(*keeps);
+    if (head_dim != keeps->integer("head_dim") || group != keeps->integer("group") || own.begin != kept.begin ||
+        own.count != kept.count || op.flag("bidirectional") || keeps->flag("bidirectional"))
+      throw wrong(op, "it reads other heads than those that are kept in " + place);
+  }
   if (op.flag("bidirectional") && (cache.kind == CacheKind::sliding || op.flag("alibi") || op.number("logn") > 0))
     throw wrong(op, "bidirectional excludes a sliding cache group, alibi and logn");
   if (op.flag("images") && (op.flag("bidirectional") || op.flag("alibi") || op.number("logn") > 0))
@@ -286,9 +297,23 @@ void check_add(const Program& p, const OpNode& op) {
   if (p.in(op).rows != p.in(op, 1).rows) throw wrong(op, "its inputs differ in rows");
 }
 
-void check_concat(const Program& p, const OpNode& op) {
-  width_is(op, p.out(op), (long)p.in(op).width + p.in(op, 1).width, "output");
+void check_multiply(const Program& p, const OpNode& op) {
+  if ((long)op.integer("offset") + p.in(op).width > p.in(op, 1).width)
+    throw wrong(op, "it reaches past its second input");
   if (p.in(op).rows != p.in(op, 1).rows) throw wrong(op, "its inputs differ in rows");
+}
+
+void check_scale(const Program& p, const OpNode& op) {
+  if (op.weights.size()) vector_is(p, op, 0, 1);
+}
+
+void check_concat(const Program& p, const OpNode& op) {
+  long width = 0;
+  for (size_t i = 0; i < op.inputs.size(); i++) {
+    width += p.in(op, (int)i).width;
+    if (p.in(op, (int)i).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
+  }
+  width_is(op, p.out(op), width, "output");
 }
 
 void check_spread_columns(const Program& p, const OpNode& op) { vector_is(p, op, 0, p.out(op).width); }
@@ -333,7 +358,9 @@ void check_router(const Program& p, const OpNode& op) {
     throw wrong(op, std::to_string(chosen) + " of " + std::to_string(groups) + " groups of " + std::to_string(experts) +
                         " experts");
   width_is(op, p.out(op), 1, "output");
-  if (op.weights.size()) vector_is(p, op, 0, experts);
+  if (op.weights.empty() && op.flag("expert_scales")) throw wrong(op, "expert_scales need a weight");
+  if (op.weights.size() > 1 && !op.flag("expert_scales")) throw wrong(op, "a second weight without expert_scales");
+  for (size_t i = 0; i < op.weights.size(); i++) vector_is(p, op, (int)i, experts);
 }
 
 void check_expert_linear(const Program& p, const OpNode& op) {
@@ -399,6 +426,11 @@ Cost each_value(const Program& p, const OpNode& op, const StepSize& size) {
   return {moved(p, op, size), kOperations * values(p, op.outputs.empty() ? p.in(op) : p.out(op), size)};
 }
 
+Cost cost_multiply(const Program& p, const OpNode& op, const StepSize& size) {
+  const double count = values(p, p.out(op), size);  // of a second input that may be wider
+  return {12 * count, count};
+}
+
 Cost cost_rotary_table(const Program&, const OpNode& op, const StepSize& size) {
   const double count = size.rows * op.integer("rotary_dim");
   return {count * 4, count};
@@ -428,7 +460,8 @@ Cost cost_rope(const Program& p, const OpNode& op, const StepSize& size) {
 }
 
 Cost cost_span_attention(const Program& p, const OpNode& op, const StepSize& size) {
-  const double cache = (size.context + size.rows) * size.position_bytes * op.integer("kv_heads");  // read and written
+  const double written = op.integer("kv_heads") ? size.rows : 0;
+  const double cache = (size.context + written) * size.position_bytes * kv_heads_of(op).count;
   const double seen = op.flag("bidirectional") ? 2 * size.seen - size.rows : size.seen;
   return {moved(p, op, size) + cache, seen * op.integer("q_heads") * 4 * op.integer("head_dim")};
 }

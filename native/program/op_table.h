@@ -65,11 +65,13 @@ OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
 // bidirectional: a query sees positions in (p - window, p + window), or all. Then a step has all rows of a sequence, and
 // layers may share their place in the cache, because no later step reads it. segments: it sees those of its segment, as
 // the plan divides the sequence. images: a query in an image of the prompt also sees all positions of the image; a step
-// has all rows that are left of an image.
+// has all rows that are left of an image. Without KV heads the input is queries alone: they read the keys and values that
+// an earlier op keeps in the same layer of the same cache group.
 OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
    {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
     counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
-    flag("bidirectional"), flag("segments"), flag("images"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads), of_rank("kv_heads", RankRule::heads, 1),
+    flag("bidirectional"), flag("segments"), flag("images"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads),
+    at_least_0(optional(of_rank("kv_heads", RankRule::heads, 1))),
     optional(of_rank("q_head_begin", RankRule::head_begin)), optional(of_rank("kv_begin", RankRule::head_begin, 1))},
    check_span_attention, cost_span_attention)
 // Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of
@@ -127,20 +129,21 @@ OP(activate, kOne, kOne, kNone, true, RowRule::as_input,
 // x^2 where x is positive, otherwise 0.
 OP(relu_square, kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, each_value<2>)
 OP(add, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
-// Products of the values of two tensors.
-OP(multiply, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>)
-OP(scale, kOne, kOne, kNone, true, RowRule::as_input, {number("factor")}, check_nothing, each_value<1>)
+// Products of the values of two tensors. offset: the second one's columns begin there.
+OP(multiply, kTwo, kOne, kNone, true, RowRule::as_input, {counted("offset")}, check_multiply, cost_multiply)
+// x * factor, times the one value of the weight, if there is one.
+OP(scale, kOne, kOne, {0, 1}, true, RowRule::as_input, {number_or("factor", 1)}, check_scale, each_value<1>)
 // cap * tanh(x / cap)
 OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},
    check_nothing, each_value<3>)
 // Input: logits of experts. Forms the output's row set, top_k entries for each row, and outputs their weights. Scores
 // plus the correction (optional weight) select: first top_groups groups by the sum of their two largest (or by the
 // largest), then experts; the lowest index wins ties. Weights are the plain scores, optionally normalized to sum 1,
-// times scale.
-OP(router, kOne, kOne, {0, 1}, false, RowRule::routed,
+// times scale. expert_scales: and times the expert's value of the last weight.
+OP(router, kOne, kOne, {0, 2}, false, RowRule::routed,
    {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
     positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1)),
-    choice("group_scores", {"two_largest", "largest"})},
+    choice("group_scores", {"two_largest", "largest"}), flag("expert_scales")},
    check_router, each_value<8>)
 // Multiplies each entry with its expert's matrix from a stack of `experts` matrices (and biases). The rank has these
 // experts from expert_begin on. Entries of other ranks' experts become zero.
@@ -165,8 +168,8 @@ OP(expert_lora, kTwo, kOne, kNone, true, RowRule::as_input,
    {at_least_0(whole("target")), positive(whole("experts")), within(whole_or("block", 0, Scope::graph), 0, 255),
     at_least_0(of_rank("offset", RankRule::offset)), at_least_0(of_rank("columns", RankRule::width))},
    check_expert_lora, each_value<1>)
-// The columns of both inputs, one after the other.
-OP(concat, kTwo, kOne, kNone, false, RowRule::as_input, {}, check_concat, each_value<0>)
+// The columns of all inputs, one after the other.
+OP(concat, {2, 3}, kOne, kNone, false, RowRule::as_input, {}, check_concat, each_value<0>)
 // The logits of a smaller vocabulary as those of the whole one: the weight names the input's column for each column of
 // the output; -1: none, the logit is -infinity.
 OP(spread_columns, kOne, kOne, kOne, false, RowRule::as_input, {}, check_spread_columns, each_value<1>)

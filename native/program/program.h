@@ -60,6 +60,17 @@ struct OpNode {
   double value(const char* name, AttributeType type) const;
 };
 
+struct HeadRange {
+  int begin, count;
+};
+
+// The KV heads of all ranks that a span_attention op sees.
+inline HeadRange kv_heads_of(const OpNode& op) {
+  if (op.integer("kv_heads")) return {op.integer("kv_begin"), op.integer("kv_heads")};
+  const int first = op.integer("q_head_begin"), group = op.integer("group");
+  return {first / group, (first + op.integer("q_heads") - 1) / group - first / group + 1};
+}
+
 // Whether a list of tensors has this one.
 inline bool has(const std::vector<int>& tensors, int tensor) {
   return std::find(tensors.begin(), tensors.end(), tensor) != tensors.end();

@@ -117,7 +117,8 @@ def sigmoid_gate(rank, op, x, w):
 
 @op
 def multiply(rank, op, x, w):
-    return x[0] * x[1]
+    offset = op["attributes"]["offset"]
+    return x[0] * x[1][:, offset:offset + x[0].shape[1]]
 
 
 # -- positions ---------------------------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def add(rank, op, x, w):
 
 @op
 def scale(rank, op, x, w):
-    return x[0] * op["attributes"]["factor"]
+    return x[0] * op["attributes"]["factor"] * (w[0] if w else 1)
 
 
 @op
@@ -390,9 +391,13 @@ def span_attention(rank, op, x, w):
     q_heads, kv_heads, dim = attrs["q_heads"], attrs["kv_heads"], attrs["head_dim"]
     q, k, v = (part.reshape(len(x[0]), -1, dim) for part in
                np.split(x[0], [q_heads * dim, (q_heads + kv_heads) * dim], axis=1))
+    own, kv_begin = kv_heads, attrs["kv_begin"]
+    if not own:  # of the op that keeps what this one reads
+        kv_begin = attrs["q_head_begin"] // attrs["group"]
+        kv_heads = -(-(attrs["q_head_begin"] + q_heads) // attrs["group"]) - kv_begin
     cache = rank.cache(attrs["cache_group"], attrs["layer"], kv_heads, dim)
     size = rank.limits.span_size
-    for i, row in enumerate(rank.batch.rows):
+    for i, row in enumerate(rank.batch.rows if own else ()):
         span = rank.slots[row.slot].spans[attrs["cache_group"]][row.position // size]
         cache[span, row.position % size] = k[i], v[i]
     sinks = w[0] if attrs["sinks"] else None
@@ -416,7 +421,7 @@ def span_attention(rank, op, x, w):
         if attrs["logn"] and row.position + 1 > attrs["logn"]:
             query = query * np.log(row.position + 1) / np.log(attrs["logn"])
         for head in range(q_heads):
-            kv = (attrs["q_head_begin"] + head) // attrs["group"] - attrs["kv_begin"]
+            kv = (attrs["q_head_begin"] + head) // attrs["group"] - kv_begin
             assert 0 <= kv < kv_heads
             scores = keys[:, kv] @ query[head] * attrs["scale"]
             if attrs["soft_cap"]:
@@ -490,6 +495,7 @@ def head_linear(rank, op, x, w):
 def router(rank, op, x, w):
     attrs, logits = op["attributes"], x[0]
     experts, groups = logits.shape[1], attrs["groups"]
+    w, scales = (w[:-1], w[-1]) if attrs["expert_scales"] else (w, np.ones(experts))
     scores = softmax(logits) if attrs["scores"] == "softmax" else sigmoid(logits)
     entries = []
     for row, (own, choice) in enumerate(zip(scores, scores + w[0] if w else scores)):
@@ -500,7 +506,7 @@ def router(rank, op, x, w):
             choice = np.where(np.isin(np.arange(experts) // (experts // groups), kept), choice, -np.inf)
         chosen = np.argsort(-choice, kind="stable")[: attrs["top_k"]]
         total = own[chosen].sum() if attrs["normalized"] else 1.0
-        entries += [(expert, row, own[expert] / total * attrs["scale"]) for expert in chosen]
+        entries += [(expert, row, own[expert] / total * attrs["scale"] * scales[expert]) for expert in chosen]
     entries.sort()
     rank.entries[rank.rows_of(op["outputs"][0])] = [(int(expert), row) for expert, row, _ in entries]
     return np.array([[weight] for *_, weight in entries])

@@ -87,7 +87,7 @@ def test_specs_are_complete_and_readable():
         ("gated_rms_norm", ["x", "y"], [], ["v16"], {"eps": 1, "head_dim": 16}, "second input is 32 wide, expected 64"),
         ("gated_rms_norm", ["x", "x"], [], ["v16"], {"eps": 1, "head_dim": 24}, "64 columns are not heads of 24"),
         ("sigmoid_gate", ["x", "y"], [], [], {}, "second input is 32 wide, expected 64"),
-        ("multiply", ["x", "y"], [], [], {}, "second input is 32 wide, expected 64"),
+        ("multiply", ["x", "y"], [], [], {}, "it reaches past its second input"),
         ("select_rows", ["logits"], ["logits"], [], {}, "a row for each token"),
         ("embedding", [], ["logits64"], ["m"], {"vocab_begin": 0}, "a row for each token"),
         ("sample", ["x"], [], [], {"vocab_begin": 0, "vocab_size": 64}, "a row for each row that samples"),

@@ -108,7 +108,6 @@ def test_a_gate_of_the_shared_expert():
 @pytest.mark.parametrize("name, width, attributes, problem", [
     ("gelu_tanh_mul", WIDTH, {}, "input is 13 wide, expected 26"),
     ("soft_cap", None, {"cap": 0}, "cap is 0: expected a number of 1e-30"),
-    ("scale", None, {}, "needs attribute factor"),
     ("sigmoid_mul", None, {}, "wrong number of inputs"),
 ])  # fmt: skip
 def test_refusals(name, width, attributes, problem):

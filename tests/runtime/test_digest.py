@@ -24,7 +24,7 @@ PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("late
           ("latent_attention", "cache_group"), ("indexer", "layer"), ("indexer", "cache_group"), ("rope", "table"),
           ("rotary_table", "table"), ("lora", "target"), ("expert_lora", "target")}
 # Of draft heads: they copy rows, and which tokens come out does not depend on drafts.
-OF_DRAFT_HEADS = {"keep_hidden", "kept_hidden", "concat", "spread_columns"}
+OF_DRAFT_HEADS = {"keep_hidden", "kept_hidden", "spread_columns"}
 SIZES = {"heads", "head_dim", "group", "rotary_dim"}
 RANK = {"q_head_begin", "kv_begin", "expert_begin", "vocab_begin"}     # of several ranks
 
@@ -62,6 +62,8 @@ MODELS = {
                lambda e: digest._run(e, (3, 63, 130), groups=2)),
     "indexer": (lambda empty: digest._latent("float32", 0, "float32", empty=empty, selected=40),
                 lambda e: digest._run(e, (3, 63, 130), groups=2)),
+    "heads": (lambda empty: digest._several_heads("float32", 0, "float32", empty=empty),
+              lambda e: digest._run(e, (3, 63, 130), groups=2)),
     "encoder": (lambda empty: digest._encoder("float32", 0, empty=empty), digest._run_encoder),
     **{f"variant {long}": (lambda empty, long=long: digest._variant("float32", 0, empty, long), digest._run_variant)
        for long in (False, True)},
@@ -167,7 +169,7 @@ def test_another_process_finds_the_same():
 def test_the_digest_covers_each_of_its_cases(monkeypatch):
     before = digest.results_digest()
     for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests",
-                 "recurrent_digests", "latent_digests", "encoder_digests"):
+                 "recurrent_digests", "latent_digests", "heads_digests", "encoder_digests"):
         cases = getattr(digest, name)()
         assert len(set(cases.values())) == len(cases) and np.all([len(found) == 16 for found in cases.values()])
         for case, found in cases.items():

@@ -50,7 +50,7 @@ std::vector<Piece> pieces_of(const Item& item, const Slot& slot, const Attention
 }  // namespace
 
 size_t attention_scratch_bytes(const SpanLayout& layout) {
-  const size_t heads = kGroupTiles * kTileRows + 1;
+  const size_t heads = kGroupTiles * kTileRows + 2;
   return kGroupTiles * (3 * partial_floats_of(layout) * sizeof(float) + query_bytes(layout)) +
          heads * layout.query_dim() * sizeof(float) +
          (layout.row_bytes ? layout.bytes + kBlockTokens * layout.row_bytes : 0);

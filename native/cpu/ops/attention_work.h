@@ -113,7 +113,7 @@ struct AttentionWork {
 // Bytes that attention of a geometry uses for partial results and queries.
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length);
 // Bytes of a thread's scratch memory: for a group's tiles, partial results of a block, a run and the total, converted
-// queries and the queries' heads; one more head; a packed block of a latent cache, and its selected rows.
+// queries and the queries' heads; a key and a value; a packed block of a latent cache, and its selected rows.
 size_t attention_scratch_bytes(const SpanLayout& layout);
 
 }  // namespace as

@@ -11,7 +11,8 @@ class ByValue : public BoundOp {
   explicit ByValue(const Binding& b)
       : core_(b.core),
         caps_(b.parts[0].is(Op::soft_cap)),
-        number_((float)b.parts[0].op.number(caps_ ? "cap" : "factor")),
+        number_((float)b.parts[0].op.number(caps_ ? "cap" : "factor") *
+                (b.parts[0].op.weights.empty() ? 1.0f : *b.parts[0].vector())),
         x_(b.parts[0].in()) {}
 
   void run(const Batch& batch, int thread) override {

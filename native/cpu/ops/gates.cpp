@@ -55,16 +55,18 @@ class SigmoidGate : public BoundOp {
 
 class Multiply : public BoundOp {
  public:
-  explicit Multiply(const Binding& b) : core_(b.core), x_(b.parts[0].in()), y_(b.parts[0].in(1)) {}
+  explicit Multiply(const Binding& b)
+      : core_(b.core), x_(b.parts[0].in()), y_(b.parts[0].in(1)), offset_(b.parts[0].op.integer("offset")) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, x_, batch, thread);
-    for (int r = r0; r < r1; r++) core_.k.multiply(x_.row(r), y_.row(r), 1, x_.width);
+    for (int r = r0; r < r1; r++) core_.k.multiply(x_.row(r), y_.row(r) + offset_, 1, x_.width);
   }
 
  private:
   const Core& core_;
   const Tensor x_, y_;
+  const int offset_;
 };
 
 }  // namespace

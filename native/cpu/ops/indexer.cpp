@@ -45,7 +45,7 @@ class Indexer : public BoundOp {
  public:
   explicit Indexer(const Binding& b)
       : core_(b.core),
-        cache_(b.cache.layer(b.parts[0].op.integer("layer"))),
+        cache_(b.cache.layer(b.parts[0].op.integer("cache_group"), b.parts[0].op.integer("layer"))),
         cache_group_(b.parts[0].op.integer("cache_group")),
         queries_(b.parts[0].in(0)),
         weights_(b.parts[0].in(1)),

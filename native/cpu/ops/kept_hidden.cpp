@@ -40,20 +40,20 @@ class KeptHidden : public BoundOp {
 
 class Concat : public BoundOp {
  public:
-  explicit Concat(const Binding& b)
-      : core_(b.core), first_(b.parts[0].in()), second_(b.parts[0].in(1)), out_(b.parts[0].out()) {}
+  explicit Concat(const Binding& b) : core_(b.core), inputs_(b.parts[0].inputs), out_(b.parts[0].out()) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, out_, batch, thread);
     for (int r = r0; r < r1; r++) {
-      float* rest = std::copy_n(first_.row(r), first_.width, out_.row(r));
-      std::copy_n(second_.row(r), second_.width, rest);
+      float* rest = out_.row(r);
+      for (const Tensor& input : inputs_) rest = std::copy_n(input.row(r), input.width, rest);
     }
   }
 
  private:
   const Core& core_;
-  const Tensor first_, second_, out_;
+  const std::vector<Tensor> inputs_;
+  const Tensor out_;
 };
 
 }  // namespace

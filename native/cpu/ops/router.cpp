@@ -32,7 +32,9 @@ class Router : public BoundOp {
         in_(b.parts[0].in()),
         out_(b.parts[0].out()),
         routing_(b.routing(out_.row_set)),
-        correction_(b.parts[0].vector()),
+        expert_scales_(b.parts[0].op.flag("expert_scales") ? b.parts[0].vector((int)b.parts[0].op.weights.size() - 1)
+                                                           : nullptr),
+        correction_(b.parts[0].op.weights.size() > (expert_scales_ ? 1 : 0) ? b.parts[0].vector() : nullptr),
         sigmoid_(!std::strcmp(b.parts[0].op.choice("scores"), "sigmoid")),
         normalized_(b.parts[0].op.flag("normalized")),
         scale_(b.parts[0].op.number("scale")),
@@ -98,7 +100,8 @@ class Router : public BoundOp {
     }
     for (int i = 0; i < top; i++) {
       routing_.chosen[r * top + i] = own.order[i];
-      routing_.shares[r * top + i] = (float)(own.scores[own.order[i]] / total * scale_);
+      const double scale = expert_scales_ ? scale_ * expert_scales_[own.order[i]] : scale_;
+      routing_.shares[r * top + i] = (float)(own.scores[own.order[i]] / total * scale);
     }
   }
 
@@ -122,7 +125,7 @@ class Router : public BoundOp {
   const Core& core_;
   const Tensor in_, out_;
   Routing& routing_;
-  const float* correction_;
+  const float *const expert_scales_, *const correction_;
   const bool sigmoid_, normalized_;
   const double scale_;
   const int groups_, top_groups_;

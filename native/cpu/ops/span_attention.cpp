@@ -33,7 +33,7 @@ struct HeadStep {
 struct Scratchpad {
   float *partials, *runs, *results;  // of each tile of a group
   char* queries;
-  float *heads, *key;
+  float *heads, *key;       // key: and a value after it
   char *packed, *gathered;  // a block of a latent cache; its rows, if they are selected
 };
 
@@ -43,7 +43,8 @@ class SpanAttention : public BoundOp {
       : core_(b.core), work_(std::move(work)), shape_(work_->shape), layout_(work_->layout) {
     const Part* latent = b.part(Op::latent_attention);
     const Part& op = latent ? *latent : *b.part(Op::span_attention);
-    cache_ = b.cache.layer(op.op.integer("layer")), cache_group_ = op.op.integer("cache_group");
+    cache_ = b.cache.layer(op.op.integer("cache_group"), op.op.integer("layer"));
+    cache_group_ = op.op.integer("cache_group");
     in_ = op.in(), out_ = op.out();
     scale_ = (float)op.op.number("scale");
     if (latent) {
@@ -52,6 +53,7 @@ class SpanAttention : public BoundOp {
       return;
     }
     soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
+    writes_ = op.op.integer("kv_heads") > 0;
     if (op.op.flag("sinks")) sinks_ = op.vector(0);
     if (op.op.flag("alibi")) slopes_ = op.vector(op.op.flag("sinks"));
     for (const Part& part : b.parts) {
@@ -71,7 +73,7 @@ class SpanAttention : public BoundOp {
   }
 
   void run(const Batch& batch, int thread) override {
-    if (!work_->one_tile_a_key) {
+    if (writes_ && !work_->one_tile_a_key) {
       core_.pool.guard([&] { write_cache(batch, thread); });
       if (!core_.pool.barrier()) return;
     }
@@ -122,7 +124,8 @@ class SpanAttention : public BoundOp {
   const AttentionShape& shape_;
   const SpanLayout& layout_;
   LayerCache cache_;
-  int cache_group_;  // which of a slot's span tables to use
+  int cache_group_;     // which of a slot's span tables to use
+  bool writes_ = true;  // keys and values; otherwise an earlier op has written them
   Tensor in_, out_;
   // Of latent_attention: the rotated part of queries; what the cache keeps; positions that an indexer selects.
   Tensor rotated_, rows_, selected_;
@@ -141,7 +144,7 @@ Scratchpad SpanAttention::scratch(int thread) const {
   s.queries = reinterpret_cast<char*>(s.results + floats);
   s.heads = reinterpret_cast<float*>(s.queries + kGroupTiles * query_bytes(layout_));
   s.key = s.heads + (size_t)kGroupTiles * kTileRows * layout_.query_dim();
-  s.packed = reinterpret_cast<char*>(s.key + layout_.query_dim());
+  s.packed = reinterpret_cast<char*>(s.key + 2 * layout_.query_dim());
   s.gathered = s.packed + layout_.bytes;
   return s;
 }
@@ -176,7 +179,7 @@ void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* r
   char* to = cache_.span(span, kv_head);
   if (shape_.rope_dim) return write_latent(stored, to, r.position % stored.span_size, rows_.row(row));
   const float* key = head(row, shape_.q_heads + kv_head, room);
-  const float* value = in_.row(row) + (size_t)(shape_.q_heads + shape_.kv_heads + kv_head) * shape_.head_dim;
+  const float* value = head(row, shape_.q_heads + shape_.kv_heads + kv_head, room + layout_.query_dim());
   write_token(stored, to, r.position % stored.span_size, key, value);
 }
 
@@ -326,7 +329,8 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
   for (int i = 0; i < unit.count; i++)
     converted[i] = make_tile(tiles[i], s.queries + i * query_bytes(layout_),
                              s.heads + (size_t)i * kTileRows * layout_.query_dim());
-  if (work_->one_tile_a_key && unit.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
+  if (writes_ && work_->one_tile_a_key && unit.end == longest.blocks)
+    write_row(batch, longest.row, longest.kv_head, s.key);
   Tile all = longest;  // covers all tiles' positions, to locate the spans
   all.position = tiles->position, all.positions = longest.position + longest.positions - all.position;
   int first = 0, last = 0;  // tiles [first, last) see the block
@@ -369,7 +373,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
     const Tile& tile = work.tiles[pair.tile];
     const int block = pair.block;
     if (p == p0 || block == tile.first) converted = make_tile(tile, s.queries, s.heads);
-    if (work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
+    if (writes_ && work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
     const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block, s);
     float* partial = pair.kept == Kept::block ? work.partial(pair.partial) : s.partials;
     take_block(converted, tile, block, spans, true, partial);
@@ -439,8 +443,9 @@ void SpanAttention::finish_by_rows(int rows, int thread) const {
 
 AttentionShape shape_of(const OpNode& op) {
   AttentionShape s;
-  s.q_heads = op.integer("q_heads"), s.kv_heads = op.integer("kv_heads"), s.head_dim = op.integer("head_dim");
-  s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = op.integer("kv_begin");
+  const HeadRange keys = kv_heads_of(op);
+  s.q_heads = op.integer("q_heads"), s.kv_heads = keys.count, s.head_dim = op.integer("head_dim");
+  s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = keys.begin;
   s.window = op.integer("window"), s.bidirectional = op.flag("bidirectional"), s.segments = op.flag("segments");
   s.images = op.flag("images");
   return s;
@@ -460,7 +465,7 @@ std::unique_ptr<BoundOp> bind_attention(const Binding& b, const AttentionShape& 
 
 static std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
   const OpNode& op = b.part(Op::span_attention)->op;
-  return bind_attention(b, shape_of(op), b.cache.layer(op.integer("layer")).layout);
+  return bind_attention(b, shape_of(op), b.cache.layer(op.integer("cache_group"), op.integer("layer")).layout);
 }
 
 static std::unique_ptr<BoundOp> bind_latent_attention(const Binding& b) {
@@ -469,7 +474,7 @@ static std::unique_ptr<BoundOp> bind_latent_attention(const Binding& b) {
   shape.head_dim = part.op.integer("latent_dim"), shape.rope_dim = part.op.integer("rope_dim");
   shape.q_heads = shape.group = part.out().width / shape.head_dim, shape.kv_heads = 1;
   if (part.inputs.size() > 3) shape.selected = part.in(3).width;
-  const SpanLayout& stored = b.cache.layer(part.op.integer("layer")).layout;
+  const SpanLayout& stored = b.cache.layer(part.op.integer("cache_group"), part.op.integer("layer")).layout;
   return bind_attention(b, shape, packed_layout(stored, kBlockTokens, shape.head_dim));
 }
 

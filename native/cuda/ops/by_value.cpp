@@ -15,6 +15,7 @@ int bind_add(Binding& b, size_t i) {
 
 int bind_multiply(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
+  op.allow_only({}, "the CUDA backend");
   b.check_in_place(op);
   b.add_launch(b.in(op).row_set, [x = b.in(op), other = b.in(op, 1), queue = b.queue](int rows) {
     multiply(x.values(), other.values(), (size_t)rows * x.rows.width, queue);
@@ -24,6 +25,7 @@ int bind_multiply(Binding& b, size_t i) {
 
 int bind_scale(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
+  if (!op.weights.empty()) refuse("op scale with a weight");
   b.check_in_place(op);
   b.add_launch(b.in(op).row_set, [x = b.in(op), factor = (float)op.number("factor"), queue = b.queue](int rows) {
     scale(x.values(), factor, (size_t)rows * x.rows.width, queue);

@@ -90,6 +90,7 @@ int bind_router(Binding& b, size_t i, bool logits) {
   const Tensor x = b.in(op), y = b.out(op);
   const auto found = b.workspace.expert_rows.find(y.row_set);
   if (found == b.workspace.expert_rows.end()) refuse("router of rows that no expert_linear takes");
+  if (op.flag("expert_scales")) refuse("op router with expert_scales");
   const Routing routing = found->second.routing;
   Router router;
   router.experts = x.rows.width, router.correction = b.vector(op, 0);

@@ -21,6 +21,7 @@ int bind_kept_hidden(Binding& b, size_t i) {
 
 int bind_concat(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
+  if (op.inputs.size() > 2) refuse("op concat of three tensors");
   b.add_launch(b.in(op).row_set, [x = b.in(op), other = b.in(op, 1), y = b.out(op), queue = b.queue](int rows) {
     concat(x.values(), x.rows.width, other.values(), other.rows.width, rows, y.values(), queue);
   });
