@@ -23,7 +23,8 @@ def begin(config: ModelConfig, name: str = EMBEDDING, rotary: bool = True) -> tu
     """
     graph = Graph(config)
     if rotary and not config.alibi:
-        graph.rotary_table(rotary_of(config.rope, config.head_dim), **_sections(config.rope))
+        head_dim = config.full_heads.head_dim if config.full_heads else config.head_dim
+        graph.rotary_table(rotary_of(config.rope, head_dim), **_sections(config.rope))
     if config.local_rope is not None:
         graph.rotary_table(rotary_of(config.local_rope, config.head_dim), LOCAL)
     embedding = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)

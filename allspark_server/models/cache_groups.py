@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_GROUPS = 16  # roughly; more would make the tables of spans large
+MAX_GROUPS = 24  # more would make the tables of spans large
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,16 @@ class CacheGroup:
     window: int = 0
 
 
-def place_layers(windows: tuple[int, ...], layers: int,
-                 without: tuple[int, ...] = (), latent: bool = False) -> tuple[list[CacheGroup], list[tuple[int, int]]]:
+def place_layers(windows: tuple[int, ...], layers: int, without: tuple[int, ...] = (), latent: bool = False,
+                 sizes: tuple[int, int] = (1, 1)) -> tuple[list[CacheGroup], list[tuple[int, int]]]:
     """The cache groups of a model, and for each layer its group and its index within the group.
 
     windows: of each layer, 0 for none; empty if no layer has one. without: layers that keep no positions (their places
-    mean nothing). All groups allocate spans from one pool, so every
-    group has room for the same number of layers: the smaller one of the number of layers with a window and of those
-    without, unless that makes more than MAX_GROUPS groups. The last group of a kind may hold fewer. All windows are
-    kept at the size of the largest. latent: the layers have latent attention, without windows.
+    mean nothing). sizes: what a position takes in a layer without a window, and in one with a window.
+    All groups allocate spans from one pool, so every group has the same room: what all layers of a kind take, of the
+    kind that takes less, unless that makes more than MAX_GROUPS groups. A group holds as many layers as fit; the last
+    group of a kind may hold fewer. All windows are kept at the size of the largest. latent: the layers have latent
+    attention, without windows.
     """
     kept = [layer for layer in range(layers) if layer not in without]
     if not any(windows):
@@ -33,11 +34,18 @@ def place_layers(windows: tuple[int, ...], layers: int,
         return [only], [(0, sum(other < layer for other in kept)) for layer in range(layers)]
     sliding = [layer for layer in kept if windows[layer]]
     full = [layer for layer in kept if not windows[layer]]
-    size = max(min(len(kind) for kind in (full, sliding) if kind), -(-layers // MAX_GROUPS))
+    kinds = [(kind, size) for kind, size in zip((full, sliding), sizes) if kind]
+
+    def count(room: int) -> int:
+        return sum(-(-len(kind) // (room // size)) for kind, size in kinds)
+
+    least = max(min(len(kind) * size for kind, size in kinds), *sizes)
+    rooms = sorted({n * size for kind, size in kinds for n in range(1, len(kind) + 1)} | {least})
+    room = next((room for room in rooms if room >= least and count(room) <= MAX_GROUPS), rooms[-1])
     groups, places = [], [(0, 0)] * layers
-    for kind, group in ((full, CacheGroup()), (sliding, CacheGroup("sliding", max(windows)))):
+    for kind, size, group in ((full, sizes[0], CacheGroup()), (sliding, sizes[1], CacheGroup("sliding", max(windows)))):
         for at, layer in enumerate(kind):
-            if at % size == 0:
+            if at % (room // size) == 0:
                 groups.append(group)
-            places[layer] = len(groups) - 1, at % size
+            places[layer] = len(groups) - 1, at % (room // size)
     return groups, places

@@ -47,17 +47,18 @@ def gemma(config: ModelConfig) -> Graph:
     return embed(graph, graph.rms_norm(x, "model.norm.weight", unit_offset=1))
 
 
-def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
-    """Fields that Gemma 2 and 3 share. caps: defaults for the soft caps of scores and logits."""
-    scale = np.float32(fields.need_positive("hidden_size") ** 0.5)
-    # The network was trained with the scale rounded to the type of the weights.
+def embedding_scale(fields: Fields, size: int) -> float:
+    """The square root of the size of an embedding, rounded to the type of the weights as in training."""
+    scale = np.float32(size**0.5)
     dtype = fields.get("dtype", str, fields.get("torch_dtype", str))
     if dtype == "bfloat16":
         bits = scale.view(np.uint32)
         scale = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
-    elif dtype == "float16":
-        scale = np.float32(np.float16(scale))
+    return float(np.float16(scale)) if dtype == "float16" else float(scale)
 
+
+def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
+    """Fields that Gemma 2 and 3 share. caps: defaults for the soft caps of scores and logits."""
     def cap(name: str, otherwise: float) -> float:
         """A null field means no cap; an absent one means the default."""
         return otherwise if name not in fields.values else 0.0 if fields.get(name, float) is None else (
@@ -65,7 +66,7 @@ def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, 
 
     name = "query_pre_attn_scalar"
     query = fields.need_positive(name, float) if name in fields.values else 256.0
-    return {"embedding_scale": float(scale), "query_scale": query**-0.5,
+    return {"embedding_scale": embedding_scale(fields, fields.need_positive("hidden_size")), "query_scale": query**-0.5,
             "score_cap": cap("attn_logit_softcapping", caps[0]), "logit_cap": cap("final_logit_softcapping", caps[1])}
 
 

@@ -11,9 +11,9 @@ replicated on every rank or divided by a `Split`. Layers reuse buffers by name, 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import gcd
 from typing import Any
 
 from allspark_server.models.cache_groups import CacheGroup, place_layers
@@ -207,8 +207,11 @@ class Graph:
         #: groups of full attention come first. Layers of an encoder share one place: no later step reads it
         self.cache_groups, self._places = [CacheGroup()], [(0, 0)] * config.num_layers
         if config.encoder is None:
-            self.cache_groups, self._places = place_layers(config.windows, config.num_layers, config.spanless_layers,
-                                                           config.latent is not None)
+            without = next((layer for layer in range(config.num_layers) if not config.window(layer)), 0)
+            sizes = math.prod(config.heads(without)), config.num_kv_heads * config.head_dim
+            self.cache_groups, self._places = place_layers(
+                config.windows, config.num_layers, config.spanless_layers, config.latent is not None,
+                sizes if config.full_heads else (1, 1))
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property
@@ -231,14 +234,14 @@ class Graph:
     @property
     def intermediate(self) -> Split:
         """Features of the MLP, in multiples of 32 where the size allows: down_proj is cut along K, in whole groups."""
-        unit = gcd(self.config.intermediate_size, 32)
+        unit = math.gcd(self.config.intermediate_size, 32)
         return Split(self.config.intermediate_size // unit, unit)
 
     @property
     def expert_features(self) -> Split:
         """Features of an expert, divided like `intermediate`, but not into slices narrower than LEAST_EXPERT_SLICE."""
         size = self.experts.intermediate_size
-        unit = gcd(size, 32)
+        unit = math.gcd(size, 32)
         return Split(size // unit, unit, least=LEAST_EXPERT_SLICE)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 from allspark_server.models.fields import MAX_EOS_IDS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
 
 PLAIN_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-ROPE_TYPES = (*PLAIN_ROPE_TYPES, "longrope")
+ROPE_TYPES = (*PLAIN_ROPE_TYPES, "longrope", "proportional")
 
 
 def _in_graph(default: Any) -> Any:
@@ -31,7 +31,8 @@ class RopeConfig:
     for all. growth: how a dynamic base grows, see the table of ops.
     sections: how many pairs turn with the time, the height and the width of a position (M-RoPE, arXiv 2409.12191);
     empty if all turn with its number. interleaved: these pairs take turns. short_factors, long_factors: LongRoPE's
-    factors, one for each pair of features.
+    factors, one for each pair of features. part: the part of a head's pairs that a proportional embedding rotates, with
+    the frequencies that they have in an embedding of all pairs.
     """
 
     type: str = "default"
@@ -52,6 +53,7 @@ class RopeConfig:
     interleaved: bool = _in_graph(False)
     short_factors: tuple[float, ...] = _in_graph(())
     long_factors: tuple[float, ...] = _in_graph(())
+    part: float = _in_graph(1.0)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,18 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class FullHeads:
+    """The heads of layers without a window, where they are not those of the layers with one (Gemma 4).
+
+    keys_as_values: values are keys, before these are normed and rotated.
+    """
+
+    kv_heads: int
+    head_dim: int
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True)
 class DenseLayer:
     """A linear layer after pooling, as sentence-transformers has it. name: of its folder and tensors. activation: a
     function of the op `activate`, "" for none.
@@ -290,6 +304,7 @@ class ModelConfig:
     vision: of a vision tower, what it has besides layers. tower: of a model that sees, its vision tower.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
+    full_heads: heads of layers without a window; None if they are those of the other layers.
     """
 
     architecture: str
@@ -336,6 +351,7 @@ class ModelConfig:
     compared: tuple[int, ...] = _in_graph(())
     vision: VisionConfig | None = _in_graph(None)
     tower: ModelConfig | None = _in_graph(None)
+    full_heads: FullHeads | None = _in_graph(None)
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -346,6 +362,12 @@ class ModelConfig:
     def spanless_layers(self) -> tuple[int, ...]:
         """The layers whose cache keeps no positions."""
         return (*(() if self.parallel else self.state_layers), *self.mlp_layers)
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """The number of the layer's KV heads, and the features of a head."""
+        if self.full_heads is not None and not self.window(layer):
+            return self.full_heads.kv_heads, self.full_heads.head_dim
+        return self.num_kv_heads, self.head_dim
 
     def window(self, layer: int) -> int:
         """The layer's sliding window in positions; 0 for full attention."""

@@ -33,6 +33,8 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float, partial: floa
     theta = rope.get("rope_theta", float, fields.get("rope_theta", float, default_theta))
     if not theta > 0:
         raise rope.error("rope_theta", f"is {theta}: it must be positive")
+    if kind == "proportional":
+        return _proportional(fields, rope, theta)
     common: dict[str, Any] = {"theta": theta, "dim": _rotated(fields, rope, head_dim, partial)}
     common |= _sections(rope, (common["dim"] or head_dim) // 2)
     if kind == "default":
@@ -73,6 +75,15 @@ def _sections(rope: Fields, pairs: int) -> dict[str, Any]:
     if not right or sum(sections) != pairs:
         raise rope.error("mrope_section", f"is {sections!r}: expected three numbers of pairs that add up to {pairs}")
     return {"sections": tuple(sections), "interleaved": rope.get("mrope_interleaved", bool, False)}
+
+
+def _proportional(fields: Fields, rope: Fields, theta: float) -> RopeConfig:
+    part = rope.get("partial_rotary_factor", float, 1.0)
+    if not 0 < part <= 1:
+        raise rope.error("partial_rotary_factor", f"is {part}: it must be positive and at most 1")
+    factor = rope.need_positive("factor", float) if "factor" in rope.values else 1.0
+    return RopeConfig("proportional", theta, factor, part=part,
+                      original_max=fields.need_positive("max_position_embeddings", most=MAX_POSITIONS))
 
 
 def _rotated(fields: Fields, rope: Fields, head_dim: int, partial: float | None) -> int:

@@ -61,7 +61,10 @@ def _rotary_of(rope: RopeConfig, dim: int) -> Rotary:
         return Rotary(dim, rope.theta, short, _longrope_attention_factor(rope), original_max=rope.original_max,
                       long_inv_freq=long)
     inv_freq = np.float32(1) / _powers(rope.theta, dim)
-    if rope.type == "linear":
+    if rope.type == "proportional":
+        inv_freq[int(rope.part * dim // 2):] = 0
+        inv_freq = inv_freq / np.float32(rope.factor)
+    elif rope.type == "linear":
         inv_freq = inv_freq / np.float32(rope.factor)
     elif rope.type == "llama3":
         inv_freq = _llama3(rope, inv_freq)

@@ -30,7 +30,23 @@ def test_layers_that_keep_the_same_share_a_group():
     assert groups == [full, sliding, sliding, sliding]
     assert places == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0)]
     groups, places = place_layers((0, *(9,) * 63), 64)  # not 64 tables
-    assert len(groups) == 17 and len(set(places)) == 64
+    assert len(groups) == 22 and len(set(places)) == 64
+
+
+@pytest.mark.parametrize("name, layers, full, sizes, sliding_groups, full_groups", [
+    ("31B", 60, 6, (2048, 4096), 10, 1), ("26B-A4B", 30, 6, (1024, 2048), 13, 1), ("12B", 48, 6, (512, 2048), 20, 1),
+    ("E2B", 15, 5, (512, 256), 2, 1), ("E4B", 24, 6, (1024, 512), 3, 1), ("small heads without windows", 8, 8,
+                                                                         (1, 100), 7, 1)])
+def test_groups_of_layers_with_heads_of_two_sizes(name, layers, full, sizes, sliding_groups, full_groups):
+    """Gemma 4's models: every full-th layer has no window. A position takes as much in each group, or a bit less."""
+    windows = tuple(0 if (layer + 1) % full == 0 else 9 for layer in range(layers))
+    groups, places = place_layers(windows, layers, sizes=sizes)
+    assert groups == [CacheGroup()] * full_groups + [CacheGroup("sliding", 9)] * sliding_groups
+    taken = [0] * len(groups)
+    for (group, _), window in zip(places, windows):
+        assert (groups[group].kind == "sliding") == bool(window)
+        taken[group] += sizes[bool(window)]
+    assert len(set(places)) == layers and max(taken) <= 1.25 * min(taken[1:-1] or taken[:1])
 
 
 def test_spans_of_groups():
@@ -170,7 +186,8 @@ def test_random_traffic_of_long_prompts():
 
 
 # -- real models -------------------------------------------------------------------------------------------------------
-MODELS = ["gemma2", "mistral-window", pytest.param("gemma3", marks=slow), pytest.param("olmo3", marks=slow),
+MODELS = ["gemma2", "mistral-window", "gemma4",
+          pytest.param("gemma3", marks=slow), pytest.param("olmo3", marks=slow),
           pytest.param("ministral", marks=slow)]  # fmt: skip
 
 

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 import transformers
 
+from support.gemma4 import FIELDS, VOCAB
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-VOCAB = 1031  # prime: no number of ranks divides it
 NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
 LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
 
@@ -423,6 +424,8 @@ LATENT = {
 }
 """Latent attention, stored as float32."""
 
+GEMMA4 = {name: Spec("gemma4_text", fields) for name, fields in FIELDS.items()}
+
 INDEXED = ("deepseek-v32", "glm-moe-dsa")
 
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
@@ -445,6 +448,7 @@ _CLASSES = {
     "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "gemma4_text": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
     "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
@@ -489,7 +493,7 @@ def _root() -> Path:
 @functools.cache
 def checkpoint(name: str) -> Path:
     """The directory of a named checkpoint, which is written on first use and removed when the process ends."""
-    spec = (CONFIGS | DENSE | EXPERTS | GPT_OSS | RECURRENT | LATENT | STORED)[name]
+    spec = (CONFIGS | DENSE | EXPERTS | GEMMA4 | GPT_OSS | RECURRENT | LATENT | STORED)[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
 
@@ -510,7 +514,7 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
 def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
     """Gives a model of a family random weights, scaled so that logits depend on the whole context."""
     gemma = family.startswith("gemma")
-    offset = gemma or family.startswith(("qwen3_next", "qwen3_5"))  # their norms are 1 + w
+    offset = family.startswith(("gemma2", "gemma3", "qwen3_next", "qwen3_5"))  # their norms are 1 + w
     generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
@@ -518,7 +522,9 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if spec.family == "gemma4_text" and ("q_norm" in name or "k_norm" in name):  # its scores have no scale
+                normal(parameter, 0.1, parameter.shape[0] ** -0.25)
+            elif "norm" in name:
                 normal(parameter, 0.2, 0.0 if offset and "linear_attn" not in name else 1.0)
             elif name.endswith("A_log"):
                 normal(parameter, 1.5, -2.0)
@@ -539,6 +545,8 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 normal(buffer, 0.2)
+            elif name.endswith("layer_scalar"):
+                normal(buffer, 0.2, 0.8)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

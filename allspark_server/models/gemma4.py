@@ -1,0 +1,141 @@
+"""Gemma 4 (text): Gemma 3's layers with plain norms, and a factor for each layer's result.
+
+Layers without a window have heads of their own size and number, values that are their keys before norm and rotation,
+and a rotary embedding of a part of each head's pairs. Values are normed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from allspark_client.errors import not_available
+from allspark_server.models.architecture import Architecture, reject_other_values, text_part
+from allspark_server.models.blocks import LOCAL, begin, finish, gated_mlp
+from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, Fields
+from allspark_server.models.gemma import embedding_scale
+from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.network import FullHeads, ModelConfig
+from allspark_server.models.rope_fields import FULL, SLIDING
+from allspark_server.weights.shard import Split
+
+
+def gemma4(config: ModelConfig) -> Graph:
+    """Builds the network."""
+    graph, x = begin(config)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        y = _attention(graph, h, f"{prefix}.self_attn", layer)
+        graph.add(x, graph.rms_norm(y, f"{prefix}.post_attention_layernorm.weight", "branch_normed"))
+        h = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight")
+        y = gated_mlp(graph, h, f"{prefix}.mlp", gelu=True)
+        graph.add(x, graph.rms_norm(y, f"{prefix}.post_feedforward_layernorm.weight", "branch_normed"))
+        graph.scale_by(x, f"{prefix}.layer_scalar")
+    return finish(graph, x)
+
+
+def _attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tensor:
+    """Attention with its output projection."""
+    config, window = graph.config, graph.config.window(layer)
+    kv_heads, dim = config.heads(layer)
+    queries = Split(config.num_heads, dim)
+    keys = Split(config.num_heads, dim, config.num_heads // kv_heads)
+    kind = "" if window or config.full_heads is None else "full_"
+
+    def project(names: tuple[str, ...], out: str) -> Tensor:
+        splits = tuple(queries if name == "q_proj" else keys for name in names)
+        return graph.linear(x, *graph.packed(prefix, names, splits, config.hidden_size, config.attention_bias), out=out)
+
+    if kind and config.full_heads is not None and config.full_heads.keys_as_values:
+        kept = project(("k_proj",), "full_keys")
+        qkv = graph.concat(project(("q_proj",), "full_queries"), kept, kept, out="full_qkv")
+    else:
+        qkv = project(("q_proj", "k_proj", "v_proj"), f"{kind}qkv")
+    graph.head_norm(qkv, 0, f"{prefix}.q_norm.weight", dim)
+    graph.head_norm(qkv, 1, f"{prefix}.k_norm.weight", dim)
+    graph.head_norm(qkv, 2, head_dim=dim)
+    graph.rope(qkv, head_dim=dim, **({"table": LOCAL} if window else {}))
+    attended = graph.span_attention(qkv, layer, window=window, head_dim=dim, scale=1.0, out=f"{kind}attended")
+    return graph.row_parallel_linear(attended, f"{prefix}.o_proj", queries, config.attention_bias, out="branch")
+
+
+# -- config.json -------------------------------------------------------------------------------------------------------
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6,
+    "sliding_window": 512, "hidden_size_per_layer_input": 256}
+_UNIFIED = {**_DEFAULTS, "max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+_ROPE = {FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+         SLIDING: {"rope_type": "default", "rope_theta": 1e4}}
+
+
+def _translate(fields: Fields, defaults: dict[str, Any] = _DEFAULTS) -> Fields:
+    """The same config.json with defaults for absent fields, and the kind of each layer. The last one has no window."""
+    if "text_config" in fields.values:
+        outer = ("dtype", "torch_dtype")
+        dtype: dict[str, Any] = {name: fields.values[name] for name in outer if name in fields.values}
+        fields = text_part(fields)
+        fields = Fields({**dtype, **fields.values}, fields.path, fields.prefix)
+    given = {name: value for name, value in fields.values.items() if value is not None}
+    fields = Fields({**defaults, "rope_parameters": _ROPE, **given}, fields.path, fields.prefix)
+    layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
+    kinds = fields.get("layer_types", list, [SLIDING if (layer + 1) % 6 else FULL for layer in range(layers)])
+    return Fields({**fields.values, "layer_types": [*kinds[:-1], FULL]}, fields.path, fields.prefix)
+
+
+def _translate_unified(fields: Fields) -> Fields:
+    return _translate(fields, _UNIFIED)
+
+
+def _gemma4(fields: Fields) -> dict[str, Any]:
+    if fields.get("use_bidirectional_attention", str) == "all":
+        raise not_available(f"Attention in both directions (use_bidirectional_attention of {fields.path}) for models "
+                            "that generate")
+    reject_other_values(fields, {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+                                 "enable_moe_block": False})
+    cap = fields.get("final_logit_softcapping", float)
+    return {"embedding_scale": embedding_scale(fields, fields.need_positive("hidden_size")),
+            "logit_cap": 0.0 if cap is None else fields.need_positive("final_logit_softcapping", float),
+            "full_heads": _full_heads(fields)}
+
+
+def _full_heads(fields: Fields) -> FullHeads:
+    """The heads of layers without a window: from fields of their own, or from `per_layer_config` (transformers 5)."""
+    kinds, shared = fields.need("layer_types", list), fields.get("attention_k_eq_v", bool, False)
+    heads, kv_heads = fields.need_positive("num_attention_heads"), fields.need_positive("num_key_value_heads")
+    name = "num_global_key_value_heads"
+    plain = {"head_dim": fields.get("global_head_dim", int, 512),
+             "num_key_value_heads": fields.get(name, int, kv_heads) if shared else kv_heads}
+    layers = fields.get("per_layer_config", dict)
+    if layers is not None:  # what differs from the fields outside
+        name, plain = "per_layer_config", {"head_dim": fields.get("head_dim", int, 256),
+                                           "num_key_value_heads": kv_heads}
+        given = {int(layer): each for layer, each in layers.items() if layer.isdecimal()}
+        full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+        own = [given.pop(layer, {}) for layer in full]
+        if given or len(layers) > len(full) or any(each != own[0] or not isinstance(each, dict) for each in own):
+            raise fields.error(name, "must hold the same fields for each layer of full_attention, and no other layer")
+        plain |= own[0]
+    each = Fields(plain, fields.path, fields.prefix)
+    found = FullHeads(each.need_positive("num_key_value_heads", most=heads),
+                      each.need_positive("head_dim", most=MAX_HEAD_DIM), shared)
+    if heads % found.kv_heads or found.head_dim % 2 or plain.keys() != {"head_dim", "num_key_value_heads"}:
+        raise fields.error(name, f"gives layers of full_attention {plain}: expected an even head_dim and a "
+                                 f"num_key_value_heads that divides num_attention_heads ({heads})")
+    return found
+
+
+_GEMMA4: dict[str, Any] = {
+    "head_dim": 256, "has_bias_fields": True, "activation": ("gelu_pytorch_tanh",), "windows": True, "tied": True,
+    "rope_theta": 1e6, "local_theta": 1e4, "rope_types": ("default", "proportional"), "more": _gemma4,
+    "translate": _translate}
+_UNIFIED4 = {**_GEMMA4, "translate": _translate_unified}
+_PART = "Gemma 4 (text part of the multimodal models)"
+
+ARCHITECTURES = {
+    "Gemma4ForCausalLM": Architecture(gemma4, "gemma4_text", "Gemma 4 (text)", **_GEMMA4),
+    "Gemma4UnifiedForCausalLM": Architecture(gemma4, "gemma4_unified_text", "Gemma 4 (text)", **_UNIFIED4),
+    "Gemma4ForConditionalGeneration": Architecture(gemma4, "gemma4", _PART, stored_as="text_part", **_GEMMA4),
+    "Gemma4UnifiedForConditionalGeneration": Architecture(gemma4, "gemma4_unified", _PART, stored_as="text_part",
+                                                          **_UNIFIED4),
+}

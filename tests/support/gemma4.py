@@ -1,0 +1,29 @@
+"""Fields of tiny Gemma 4 models with awkward sizes, for support/checkpoints.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 1031  # prime: no number of ranks divides it
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _sizes(hidden: int, heads: int, kv_heads: int, intermediate: int, layers: int, window: int,
+           **more: Any) -> dict[str, Any]:
+    return {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "intermediate_size": intermediate, "num_hidden_layers": layers, "sliding_window": window,
+            "vocab_size": VOCAB, "max_position_embeddings": 2048, "pad_token_id": 0,
+            "hidden_size_per_layer_input": 0, **more}
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    # As the 31B model: values are keys in layers without a window, whose heads are larger and fewer.
+    "gemma4": _sizes(84, 14, 7, 151, 6, 61, head_dim=20, global_head_dim=36, num_global_key_value_heads=2,
+                     attention_k_eq_v=True, final_logit_softcapping=3.0),
+    # Smaller heads without a window, of which as many as with one; biases, another order, a head of its own.
+    "gemma4-biases": _sizes(72, 6, 3, 131, 4, 33, head_dim=24, global_head_dim=18, attention_bias=True,
+                            layer_types=[_FULL, _SLIDING, _SLIDING, _FULL], tie_word_embeddings=False,
+                            rope_parameters={_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.4,
+                                                     "rope_theta": 1e5, "factor": 2.0},
+                                             _SLIDING: {"rope_type": "default", "rope_theta": 5e3}}),
+}
