@@ -112,7 +112,7 @@ def plain_mlp(graph: Graph, x: Tensor, prefix: str, inner: Split, *, bias: bool 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
                    bias: bool = False, correction: str = "", correction_row: int | None = None,
-                   source: Tensor | None = None, out: str = "branch",
+                   source: Tensor | None = None, out: str = "branch", scales: str = "", gelu: bool = False,
                    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")) -> Tensor:
     """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
 
@@ -120,8 +120,9 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     names: of an expert's gate, up and down; of up and down only, if max(up, 0)^2 takes the place of the gated product.
     source: what experts compute, x by default. router: its name. bias: the router and the experts have biases.
     correction: the name of the vector that is added to scores for the choice of experts, "" if there is none.
-    correction_row: the checkpoint's tensor has two dimensions, and the vector is this row of it. stacks: names of the
-    tensors of all experts, if the checkpoint stores them stacked.
+    correction_row: the checkpoint's tensor has two dimensions, and the vector is this row of it. scales: the name of
+    the vector that the experts' weights are multiplied with, "" if there is none. gelu: GELU (tanh approximation)
+    instead of SiLU. stacks: names of the tensors of all experts, if the checkpoint stores them stacked.
     """
     config, source = graph.experts, x if source is None else source
     hidden = source.blocks[0].width
@@ -147,18 +148,22 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     gate = f"{prefix}.{router}"
     weight = graph.matrix(f"{gate}.weight", count, graph.config.hidden_size)
     logits = graph.linear(x, weight, added(gate, (Part(f"{gate}.bias", count),)), out="router_logits")
-    corrected = graph.weight(Weight(f"{prefix}.{correction}", (Part(f"{prefix}.{correction}", count,
-                                                                   expert=correction_row),))) if correction else None
+
+    def vector(name: str, row: int | None = None) -> Weight | None:
+        full = f"{prefix}.{name}"
+        return graph.weight(Weight(full, (Part(full, count, expert=row),))) if name else None
+
     chosen = {name: getattr(config, name) for name in ("scores", "scale", "groups", "top_groups", "group_scores")
               if getattr(config, name) != getattr(ExpertConfig, name)}
-    scores = graph.router(logits, rows, corrected, normalized=int(config.normalized), **chosen)
+    scores = graph.router(logits, rows, vector(correction, correction_row), vector(scales),
+                          normalized=int(config.normalized), **chosen)
     name = f"{prefix}.experts.{'+'.join(names[:-1])}"
     stack = graph.weight(Weight(name, gate_up("weight"), hidden, experts=count))
     both = graph.expert_linear(source, stack, added(name, gate_up("bias")), rows, out="expert_gate_up")
     if len(names) == 2:
         activated = graph.relu_square(both)
     elif graph.config.swiglu is None:
-        activated = graph.silu_mul(both, out="expert_activated")
+        activated = (graph.gelu_tanh_mul if gelu else graph.silu_mul)(both, out="expert_activated")
     else:
         activated = graph.clamped_silu_mul(both, *graph.config.swiglu, out="expert_activated")
     name = f"{prefix}.experts.{names[-1]}"

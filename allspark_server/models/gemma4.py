@@ -1,7 +1,8 @@
 """Gemma 4 (text): Gemma 3's layers with plain norms, and a factor for each layer's result.
 
 Layers without a window have heads of their own size and number, values that are their keys before norm and rotation,
-and a rotary embedding of a part of each head's pairs. Values are normed.
+and a rotary embedding of a part of each head's pairs. Values are normed. The model with experts has them beside each
+dense MLP.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from typing import Any
 
 from allspark_client.errors import not_available
 from allspark_server.models.architecture import Architecture, reject_other_values, text_part
-from allspark_server.models.blocks import LOCAL, begin, finish, gated_mlp
+from allspark_server.models.blocks import LOCAL, begin, finish, gated_mlp, routed_experts
+from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, Fields
 from allspark_server.models.gemma import embedding_scale
 from allspark_server.models.graph import Graph, Tensor
-from allspark_server.models.network import FullHeads, ModelConfig
+from allspark_server.models.network import ExpertConfig, FullHeads, ModelConfig
 from allspark_server.models.rope_fields import FULL, SLIDING
 from allspark_server.weights.shard import Split
 
@@ -29,6 +31,9 @@ def gemma4(config: ModelConfig) -> Graph:
         graph.add(x, graph.rms_norm(y, f"{prefix}.post_attention_layernorm.weight", "branch_normed"))
         h = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight")
         y = gated_mlp(graph, h, f"{prefix}.mlp", gelu=True)
+        if config.experts is not None:
+            y = graph.rms_norm(y, f"{prefix}.post_feedforward_layernorm_1.weight", "dense_normed")
+            graph.add(y, _experts(graph, x, prefix))
         graph.add(x, graph.rms_norm(y, f"{prefix}.post_feedforward_layernorm.weight", "branch_normed"))
         graph.scale_by(x, f"{prefix}.layer_scalar")
     return finish(graph, x)
@@ -57,6 +62,16 @@ def _attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tensor:
     graph.rope(qkv, head_dim=dim, **({"table": LOCAL} if window else {}))
     attended = graph.span_attention(qkv, layer, window=window, head_dim=dim, scale=1.0, out=f"{kind}attended")
     return graph.row_parallel_linear(attended, f"{prefix}.o_proj", queries, config.attention_bias, out="branch")
+
+
+def _experts(graph: Graph, x: Tensor, prefix: str) -> Tensor:
+    """What the layer's experts add, normed. x: the rows before the MLP's norm."""
+    routing = graph.rms_norm(x, f"{prefix}.router.scale", "routing_normed")
+    graph.scale(routing, graph.config.hidden_size**-0.5)
+    source = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm_2.weight", "normed")
+    y = routed_experts(graph, routing, prefix, router="router.proj", source=source, scales="router.per_expert_scale",
+                       gelu=True)
+    return graph.rms_norm(graph.all_reduce(y), f"{prefix}.post_feedforward_layernorm_2.weight", "experts_normed")
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------
@@ -91,8 +106,7 @@ def _gemma4(fields: Fields) -> dict[str, Any]:
     if fields.get("use_bidirectional_attention", str) == "all":
         raise not_available(f"Attention in both directions (use_bidirectional_attention of {fields.path}) for models "
                             "that generate")
-    reject_other_values(fields, {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
-                                 "enable_moe_block": False})
+    reject_other_values(fields, {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0})
     cap = fields.get("final_logit_softcapping", float)
     return {"embedding_scale": embedding_scale(fields, fields.need_positive("hidden_size")),
             "logit_cap": 0.0 if cap is None else fields.need_positive("final_logit_softcapping", float),
@@ -125,10 +139,17 @@ def _full_heads(fields: Fields) -> FullHeads:
     return found
 
 
+def _routed(fields: Fields, layers: int) -> ExpertConfig | None:
+    if not fields.get("enable_moe_block", bool, False):
+        return None
+    return routed(fields, intermediate="moe_intermediate_size", number="num_experts", per_token="top_k_experts",
+                  normalized=True)
+
+
 _GEMMA4: dict[str, Any] = {
     "head_dim": 256, "has_bias_fields": True, "activation": ("gelu_pytorch_tanh",), "windows": True, "tied": True,
-    "rope_theta": 1e6, "local_theta": 1e4, "rope_types": ("default", "proportional"), "more": _gemma4,
-    "translate": _translate}
+    "rope_theta": 1e6, "local_theta": 1e4, "rope_types": ("default", "proportional"), "experts": _routed,
+    "more": _gemma4, "translate": _translate}
 _UNIFIED4 = {**_GEMMA4, "translate": _translate_unified}
 _PART = "Gemma 4 (text part of the multimodal models)"
 

@@ -34,7 +34,8 @@ FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe
             "exaone4", "arcee", "dots1", "hunyuan-moe", "afmoe")
 RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
-SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "gemma4", "olmo2", *FAMILIES, *RECURRENT, *LATENT)
+GEMMA4 = ("gemma4", "gemma4-moe")
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *GEMMA4, *RECURRENT, *LATENT)
 GROUP = f"client-{len(GPUS) or 2}"
 if GPUS:
     MODELS += ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")

@@ -1,5 +1,5 @@
-"""Gemma 4 against transformers, and its properties: heads of two sizes in one pool of spans, and values
-that are keys. The same bits in every batch, any
+"""Gemma 4 against transformers, and its properties: heads of two sizes in one pool of spans, values that are keys, and
+experts beside a dense MLP. The same bits in every batch, any
 number of ranks, every weight format, and serialized.
 
 By default only a part runs; -m "slow or not slow" runs all.
@@ -36,7 +36,7 @@ from support.checkpoints import (
 )
 from support.driver import Driver, together
 
-FIRST = ("gemma4",)
+FIRST = ("gemma4", "gemma4-moe")
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
 slow = pytest.mark.slow
 QUICK = [name if name in FIRST else pytest.param(name, marks=slow) for name in GEMMA4]
@@ -224,7 +224,8 @@ def test_published_spellings(tmp_path):
      "partial_rotary_factor'.* is 1.5: it must be positive and at most 1"),
     ("gemma4", {"final_logit_softcapping": 0}, "'final_logit_softcapping'.* is 0.0: it must be positive"),
     ("gemma4", {"hidden_activation": "silu"}, "'hidden_activation'.* is 'silu': only 'gelu_pytorch_tanh'"),
-    ("gemma4", {"enable_moe_block": True}, "'enable_moe_block'.* is True: only False is served"),
+    ("gemma4-moe", {"top_k_experts": 11}, "'top_k_experts'.* is 11: it must be positive and at most 10"),
+    ("gemma4-moe", {"num_experts": None}, "'num_experts'.* is missing"),
 ])  # fmt: skip
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     with pytest.raises(AllSparkError, match=problem):

@@ -522,7 +522,7 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if spec.family == "gemma4_text" and ("q_norm" in name or "k_norm" in name):  # its scores have no scale
+            if family == "gemma4_text" and ("q_norm" in name or "k_norm" in name):  # its scores have no scale
                 normal(parameter, 0.1, parameter.shape[0] ** -0.25)
             elif "norm" in name:
                 normal(parameter, 0.2, 0.0 if offset and "linear_attn" not in name else 1.0)
@@ -534,6 +534,10 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
                 normal(parameter, 0.3)
             elif name.endswith("sinks"):
                 normal(parameter, 2.0)
+            elif name.endswith("router.scale"):  # of normed rows, before a factor of hidden_size^-0.5
+                normal(parameter, 0.5, parameter.shape[0] ** 0.5)
+            elif name.endswith("per_expert_scale"):
+                normal(parameter, 0.3, 1.0)
             elif family == "gpt_oss" and "experts" in name:  # [experts, inputs, outputs]
                 normal(parameter, 1.3 * parameter.shape[1] ** -0.5)
             elif "embed_tokens" in name or "embeddings" in name:
@@ -557,7 +561,8 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def load_plain(directory: Path, dtype: torch.dtype):
     """A new model of transformers whose kernels take any size and type."""
     plain = {"attn_implementation": "eager"}
-    if {"num_experts_per_tok", "moe_k", "moe_topk"} & set(json.loads((directory / "config.json").read_text())):
+    chosen = {"num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"}
+    if chosen & set(json.loads((directory / "config.json").read_text())):
         plain["experts_implementation"] = "eager"  # others want aligned rows
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()
 

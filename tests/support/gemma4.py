@@ -26,4 +26,12 @@ FIELDS: dict[str, dict[str, Any]] = {
                             rope_parameters={_FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.4,
                                                      "rope_theta": 1e5, "factor": 2.0},
                                              _SLIDING: {"rope_type": "default", "rope_theta": 5e3}}),
+    # As the 26B model. Experts in slices of features on 2 and 3 ranks, whole ones on 4.
+    "gemma4-moe": _sizes(72, 8, 4, 151, 4, 61, head_dim=20, global_head_dim=28, num_global_key_value_heads=2,
+                         attention_k_eq_v=True, enable_moe_block=True, num_experts=10, top_k_experts=3,
+                         moe_intermediate_size=200, layer_types=[_SLIDING, _SLIDING, _SLIDING, _FULL]),
+    # Whole experts on several ranks.
+    "gemma4-moe-plain": _sizes(90, 6, 6, 37, 3, 33, head_dim=18, global_head_dim=18, enable_moe_block=True,
+                               num_experts=7, top_k_experts=7, moe_intermediate_size=37,
+                               layer_types=[_FULL, _SLIDING, _FULL]),
 }
