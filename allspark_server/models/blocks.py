@@ -85,20 +85,21 @@ def output_projection(graph: Graph, attended: Tensor, prefix: str, name: str = "
 
 
 def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *,
-              bias: bool = False, gelu: bool = False) -> Tensor:
+              bias: bool = False, gelu: bool = False, wide: bool = False) -> Tensor:
     """down(silu(gate(x)) * up(x)), with gate and up packed into one matrix.
 
     names: of gate, up and down; or, if the checkpoint stores gate and up as one matrix, of that matrix and down.
-    gelu: GELU (tanh approximation) instead of SiLU.
+    gelu: GELU (tanh approximation) instead of SiLU. wide: it has twice the intermediate size.
     """
-    halves = (graph.intermediate, graph.intermediate)
+    inner = replace(graph.intermediate, units=2 * graph.intermediate.units) if wide else graph.intermediate
+    halves, out = (inner, inner), "wide_" if wide else ""
     if len(names) == 2:
         weight, added = graph.sliced(f"{prefix}.{names[0]}", halves, graph.config.hidden_size, bias)
     else:
         weight, added = graph.packed(prefix, names[:2], halves, graph.config.hidden_size, bias)
-    gate_up = graph.linear(x, weight, added, out="gate_up")
-    activated = graph.gelu_tanh_mul(gate_up) if gelu else graph.silu_mul(gate_up)
-    return graph.row_parallel_linear(activated, f"{prefix}.{names[-1]}", graph.intermediate, bias, out="branch")
+    gate_up = graph.linear(x, weight, added, out=f"{out}gate_up")
+    activated = (graph.gelu_tanh_mul if gelu else graph.silu_mul)(gate_up, out=f"{out}activated")
+    return graph.row_parallel_linear(activated, f"{prefix}.{names[-1]}", inner, bias, out="branch")
 
 
 def plain_mlp(graph: Graph, x: Tensor, prefix: str, inner: Split, *, bias: bool = False, out: str = "branch",

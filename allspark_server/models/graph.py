@@ -212,6 +212,8 @@ class Graph:
             self.cache_groups, self._places = place_layers(
                 config.windows, config.num_layers, config.spanless_layers, config.latent is not None,
                 sizes if config.full_heads else (1, 1))
+        for layer in config.reading_layers:
+            self._places[layer] = self._places[config.kv_sources[layer]]
 
     # -- how the model's dimensions are divided among ranks ------------------------------------------------------------
     @property
@@ -412,9 +414,9 @@ class Graph:
                  dynamic=int(rotary.dynamic), base=rotary.base, factor=rotary.factor,
                  original_max=rotary.original_max, rotary_dim=rotary.dim, **more)
 
-    def embedding(self, weight: Weight, **more: Any) -> Tensor:
+    def embedding(self, weight: Weight, out: str = "x", **more: Any) -> Tensor:
         """Rows of the embedding. Ids of another rank's part of the vocabulary give zeros, so all_reduce follows."""
-        x = self.tensor("x", (Block(self.config.hidden_size),))
+        x = self.tensor(out, (Block(weight.columns),))
         self._op("embedding", outputs=(x,), weights=(weight,), **more)
         return self.all_reduce(x)
 
@@ -534,9 +536,10 @@ class Graph:
                        window: int = 0, out: str = "attended", **more: Any) -> Tensor:
         """Stores keys and values in the span cache and attends over the sequence's spans: causally, but for encoders.
 
-        sinks, slopes: one value for each query head. window: number of last positions that a row sees, 0 for all.
+        qkv: queries alone where the layer reads another one's keys and values. sinks, slopes: one value for each query
+        head. window: number of last positions that a row sees, 0 for all.
         """
-        queries, keys = qkv.blocks[:2]
+        queries, *kept = qkv.blocks
         head_dim = int(more.get("head_dim", self.config.head_dim))
         y = self.tensor(out, (queries,))
         group, number = self._places[layer]
@@ -550,8 +553,8 @@ class Graph:
             more["sinks"] = 1
         if slopes is not None:
             more["alibi"] = 1
-        chosen = {"layer": number, "head_dim": head_dim, "group": queries.width // keys.width,
-                  "scale": head_dim ** -0.5}
+        keys = kept[0].width if kept else math.prod(self.config.heads(layer))
+        chosen = {"layer": number, "head_dim": head_dim, "group": queries.width // keys, "scale": head_dim ** -0.5}
         self._op("span_attention", (qkv,), (y,), (sinks, slopes), **{**chosen, **more})
         return y
 

@@ -205,6 +205,17 @@ class FullHeads:
 
 
 @dataclass(frozen=True)
+class LayerEmbeddings:
+    """A table with an embedding of each token for every layer (Gemma 4's small models). dim: features of a layer.
+    scale: factor of the table's values.
+    """
+
+    vocab_size: int
+    dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class DenseLayer:
     """A linear layer after pooling, as sentence-transformers has it. name: of its folder and tensors. activation: a
     function of the op `activate`, "" for none.
@@ -305,6 +316,9 @@ class ModelConfig:
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
     silu(gate) * up.
     full_heads: heads of layers without a window; None if they are those of the other layers.
+    kv_sources: for each layer, the layer whose keys and values it reads; empty if each has its own.
+    wide_layers: layers whose MLP has twice the intermediate size.
+    layer_embeddings: embeddings for every layer; None if there are none.
     """
 
     architecture: str
@@ -352,6 +366,9 @@ class ModelConfig:
     vision: VisionConfig | None = _in_graph(None)
     tower: ModelConfig | None = _in_graph(None)
     full_heads: FullHeads | None = _in_graph(None)
+    kv_sources: tuple[int, ...] = _in_graph(())
+    wide_layers: tuple[int, ...] = _in_graph(())
+    layer_embeddings: LayerEmbeddings | None = _in_graph(None)
 
     @property
     def state_layers(self) -> tuple[int, ...]:
@@ -361,7 +378,12 @@ class ModelConfig:
     @property
     def spanless_layers(self) -> tuple[int, ...]:
         """The layers whose cache keeps no positions."""
-        return (*(() if self.parallel else self.state_layers), *self.mlp_layers)
+        return (*(() if self.parallel else self.state_layers), *self.mlp_layers, *self.reading_layers)
+
+    @property
+    def reading_layers(self) -> tuple[int, ...]:
+        """The layers that read another layer's keys and values."""
+        return tuple(layer for layer, source in enumerate(self.kv_sources) if source != layer)
 
     def heads(self, layer: int) -> tuple[int, int]:
         """The number of the layer's KV heads, and the features of a head."""

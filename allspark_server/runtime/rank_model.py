@@ -286,7 +286,9 @@ class RankModel:
     def _warn_about_unused(self) -> None:
         """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
         used = {part.tensor for weight in self.graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
-        known = ARCHITECTURES[self.graph.config.architecture].unused
+        net = self.graph.config
+        known = (*ARCHITECTURES[net.architecture].unused,
+                 *(f"model.layers.{layer}.self_attn.{name}_" for layer in net.reading_layers for name in "kv"))
         unused = sorted(n for n in self.opened.source.names()
                         if n not in used and not n.endswith("rotary_emb.inv_freq") and not n.startswith(known))
         if layers := find_layers(self.opened):
@@ -298,7 +300,7 @@ class RankModel:
                 logger.info("%s holds a draft head, which speculation='mtp' uses", self.source.where())
         if unused and self.rank == 0:
             logger.warning("%s holds %d tensors that %s does not use: %s", self.source.where(), len(unused),
-                           self.graph.config.architecture, ", ".join(unused[:3]) + (", …" if len(unused) > 3 else ""))
+                           net.architecture, ", ".join(unused[:3]) + (", …" if len(unused) > 3 else ""))
 
 
 def check_draft(draft: RankModel, model: RankModel) -> None:

@@ -34,7 +34,7 @@ FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe
             "exaone4", "arcee", "dots1", "hunyuan-moe", "afmoe")
 RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
-GEMMA4 = ("gemma4", "gemma4-moe")
+GEMMA4 = ("gemma4", "gemma4-moe", "gemma4-small")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *GEMMA4, *RECURRENT, *LATENT)
 GROUP = f"client-{len(GPUS) or 2}"
 if GPUS:

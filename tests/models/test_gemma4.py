@@ -1,5 +1,5 @@
-"""Gemma 4 against transformers, and its properties: heads of two sizes in one pool of spans, values that are keys, and
-experts beside a dense MLP. The same bits in every batch, any
+"""Gemma 4 against transformers, and its properties: heads of two sizes in one pool of spans, values that are keys, keys
+that several layers read, experts beside a dense MLP, and embeddings for every layer. The same bits in every batch, any
 number of ranks, every weight format, and serialized.
 
 By default only a part runs; -m "slow or not slow" runs all.
@@ -36,7 +36,7 @@ from support.checkpoints import (
 )
 from support.driver import Driver, together
 
-FIRST = ("gemma4", "gemma4-moe")
+FIRST = ("gemma4", "gemma4-moe", "gemma4-small")
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
 slow = pytest.mark.slow
 QUICK = [name if name in FIRST else pytest.param(name, marks=slow) for name in GEMMA4]
@@ -95,7 +95,7 @@ def test_greedy_output(name, world):
 
 # -- bits --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name, form, group", [
-    each if each in (("gemma4", "float32", 0), ("gemma4", "w8a8", 0)) else pytest.param(*each, marks=slow)
+    each if each in (("gemma4", "float32", 0), ("gemma4-small", "w8a8", 0)) else pytest.param(*each, marks=slow)
     for each in ((name, form, group) for name in FIRST for form, group in FORMATS)])
 def test_the_same_bits_alone_and_in_a_batch(name, form, group):
     prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 270)]
@@ -116,6 +116,7 @@ def test_the_same_bits_alone_and_in_a_batch(name, form, group):
     ("bfloat16", 0, 0.15), ("int8", 0, 0.2), ("int4", 32, 1.2), ("w8a8", 0, 0.4), ("w4a8", 32, 1.2)])
 @pytest.mark.parametrize("name", GEMMA4)
 def test_weight_formats(name, form, group, tolerance):
+    """The table of embeddings for every layer is quantized as the others are, unless quantize_head says otherwise."""
     prompt = prompt_of(64)
     expected = reference_logits(checkpoint(name), prompt)
     for world in (1,) if group else (1, 2):  # ranks would cut inside groups
@@ -127,7 +128,7 @@ def test_weight_formats(name, form, group, tolerance):
 
 
 @pytest.mark.parametrize("name, form, group", [
-    (name, form, group) if (name, form) == ("gemma4", "auto") else pytest.param(name, form, group, marks=slow)
+    (name, form, group) if (name, form) == ("gemma4-small", "auto") else pytest.param(name, form, group, marks=slow)
     for name in GEMMA4 for form, group in (("auto", 0), *FORMATS[2:])])
 def test_serialized_and_reloaded(name, form, group, tmp_path):
     """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks, and the same spans."""
@@ -155,7 +156,7 @@ TOWERS = {
 
 @pytest.mark.parametrize("family", TOWERS)
 def test_the_text_of_a_model_that_sees(family, tmp_path, caplog):
-    name = "gemma4"
+    name = "gemma4-small" if family == "Gemma4" else "gemma4"
     fields = {n: value for n, value in GEMMA4[name].fields.items() if family == "Gemma4" or "per_layer_i" not in n}
     config = getattr(transformers, f"{family}Config")(text_config=fields, **TOWERS[family])
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
@@ -205,6 +206,8 @@ def test_published_spellings(tmp_path):
     expected = read_config(checkpoint("gemma4"))
     heads = published(global_head_dim=36, num_global_key_value_heads=2)
     assert read_config(changed(tmp_path, "gemma4", heads)).full_heads == expected.full_heads
+    small = read_config(changed(tmp_path, "gemma4-small", published(global_head_dim=36)))
+    assert small.full_heads == read_config(checkpoint("gemma4-small")).full_heads
     bare = read_config(changed(tmp_path, "gemma4", lambda values: [
         values.pop(name) for name in ("layer_types", "rope_parameters", "rms_norm_eps", "sliding_window")]))
     assert (bare.rope, bare.local_rope) == (expected.rope, expected.local_rope)
@@ -217,7 +220,8 @@ def test_published_spellings(tmp_path):
     ("gemma4", {"per_layer_config": {"5": {"sliding_window": 9}}}, "'per_layer_config'.* expected an even head_dim"),
     ("gemma4", {"per_layer_config": {"5": {"head_dim": 37}}}, "'per_layer_config'.* expected an even head_dim"),
     ("gemma4", {"per_layer_config": {"5": {"num_key_value_heads": 3}}}, "that divides num_attention_heads \\(14\\)"),
-    ("gemma4", {"num_kv_shared_layers": 1}, "'num_kv_shared_layers'.* is 1: only 0 is served"),
+    ("gemma4", {"num_kv_shared_layers": 6}, "'num_kv_shared_layers'.* is 6: it must be from 0 to 5"),
+    ("gemma4", {"num_kv_shared_layers": 1}, "no layer of full_attention is left whose keys"),
     ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
      "'yarn': known types are default, proportional"),
     ("gemma4", {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 1.5}}},
@@ -226,6 +230,8 @@ def test_published_spellings(tmp_path):
     ("gemma4", {"hidden_activation": "silu"}, "'hidden_activation'.* is 'silu': only 'gelu_pytorch_tanh'"),
     ("gemma4-moe", {"top_k_experts": 11}, "'top_k_experts'.* is 11: it must be positive and at most 10"),
     ("gemma4-moe", {"num_experts": None}, "'num_experts'.* is missing"),
+    ("gemma4-small", {"vocab_size_per_layer_input": 0}, "'vocab_size_per_layer_input'.* is 0: it must be positive"),
+    ("gemma4-small", {"hidden_size_per_layer_input": -1}, "'hidden_size_per_layer_input'.* is -1: it must be positive"),
 ])  # fmt: skip
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     with pytest.raises(AllSparkError, match=problem):

@@ -186,9 +186,8 @@ def test_random_traffic_of_long_prompts():
 
 
 # -- real models -------------------------------------------------------------------------------------------------------
-MODELS = ["gemma2", "mistral-window", "gemma4",
-          pytest.param("gemma3", marks=slow), pytest.param("olmo3", marks=slow),
-          pytest.param("ministral", marks=slow)]  # fmt: skip
+MODELS = ["gemma2", "mistral-window", *(pytest.param(name, marks=slow) for name in (
+    "gemma3", "gemma4", "gemma4-small", "olmo3", "ministral"))]  # fmt: skip
 
 
 class Ranks:

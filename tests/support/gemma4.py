@@ -34,4 +34,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gemma4-moe-plain": _sizes(90, 6, 6, 37, 3, 33, head_dim=18, global_head_dim=18, enable_moe_block=True,
                                num_experts=7, top_k_experts=7, moe_intermediate_size=37,
                                layer_types=[_FULL, _SLIDING, _FULL]),
+    # As the E2B model: embeddings for every layer, and layers that read others' keys and have wider MLPs.
+    "gemma4-small": _sizes(72, 8, 1, 151, 9, 61, head_dim=20, global_head_dim=36, num_kv_shared_layers=5,
+                           hidden_size_per_layer_input=24, vocab_size_per_layer_input=VOCAB, use_double_wide_mlp=True,
+                           layer_types=[_SLIDING, _SLIDING, _FULL] * 3, final_logit_softcapping=3.0),
+    # Several KV heads, of which ranks have copies; a table with another number of tokens.
+    "gemma4-small-plain": _sizes(88, 6, 2, 131, 5, 33, head_dim=24, global_head_dim=16, num_kv_shared_layers=2,
+                                 hidden_size_per_layer_input=18, vocab_size_per_layer_input=1100,
+                                 layer_types=[_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL]),
 }
