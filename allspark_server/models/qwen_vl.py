@@ -32,7 +32,7 @@ def _tower(architecture: str, kind: str) -> Callable[[Fields], ModelConfig]:
 
 
 def _sees(name: str, kind: str, **more: Any) -> dict[str, Any]:
-    return {"tower": _tower(name, kind), "stored_as": "text_part", **{"translate": _text, **more}}
+    return {"tower": _tower(name, kind), "stored_as": "text_part", "translate": _text, **more}
 
 
 _QWEN3: dict[str, Any] = {"head_dim": 128, "has_bias_fields": True, "rope_theta": 500_000.0}
@@ -46,5 +46,6 @@ ARCHITECTURES = {
         qwen3, "qwen3_vl", "Qwen3-VL", **_QWEN3, **_sees("Qwen3VLForConditionalGeneration", "qwen3")),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
         qwen3_moe, "qwen3_vl_moe", "Qwen3-VL with experts", experts=qwen_experts, **_QWEN3,
-        **_sees("Qwen3VLMoeForConditionalGeneration", "qwen3", translate=_moe_text)),
+        **_sees("Qwen3VLMoeForConditionalGeneration", "qwen3", translate=_moe_text,
+                stored_as="text_part_with_experts")),
 }

@@ -289,6 +289,29 @@ class TextPart(Renamed):
                                   for name in source.names() if name.startswith(prefix)})
 
 
+class TextPartWithExperts(TextPart):
+    """The text part of Qwen3-VL with experts. Published checkpoints have each expert's matrices transposed:
+    gate_up_proj [experts, inputs, 2 features] and down_proj [experts, features, outputs].
+    """
+
+    STACKS = (".experts.gate_up_proj", ".experts.down_proj")
+
+    def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
+        tensor = super().get(name)
+        if not name.endswith(self.STACKS) or len(tensor.shape) != 3 or not self._transposed(name):
+            return tensor
+        count, inputs, outputs = tensor.shape
+        return dataclasses.replace(tensor, shape=(count, outputs, inputs), data=None if tensor.data is None else
+                                   tensor.data.transpose(0, 2, 1))
+
+    def _transposed(self, name: str) -> bool:
+        layer = name[:name.rindex(".")]
+        gate_up, down = (super(TextPartWithExperts, self).get(f"{layer}.{stack.rsplit('.', 1)[1]}").shape
+                         for stack in self.STACKS)
+        return (gate_up[1], gate_up[2]) == (down[2], 2 * down[1]) and gate_up[1] != 2 * down[2]
+
+
 class VisionPart(Renamed):
     """The vision tower of a multimodal checkpoint. The convolution that embeds patches is a matrix; what Gemma 3
     multiplies from the left is transposed.
@@ -452,7 +475,8 @@ class TorchSource(Source):
 
 #: views of a checkpoint by the name that Architecture.stored_as has
 VIEWS: dict[str, Callable[[Source], Changed]] = {
-    "text_part": TextPart, "interleaved_experts": InterleavedExperts, "bare_encoder": BareEncoder,
+    "text_part": TextPart, "text_part_with_experts": TextPartWithExperts, "interleaved_experts": InterleavedExperts,
+    "bare_encoder": BareEncoder,
     "prefixed_model": PrefixedModel}
 
 

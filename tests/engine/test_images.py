@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,9 +17,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
+
 from allspark_client import AllSparkError, AsModelConfig, GenerateConfig, GenerateRequestStatus
 from allspark_client.request import RequestSpec
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
+from support.driver import Driver
 from support.invariance import bits
 from support.units import GPUS
 from support.vision import CONFIGS, END, PAD, START, Reference, checkpoint, picture, placed
@@ -314,3 +318,18 @@ def test_large_images(engine_of):
     with installed(engine, "mistral3", max_image_tokens=20) as name, \
             pytest.raises(AllSparkError, match="image 1 of the request has 256 tokens: this model takes at most 20"):
         start(engine, name, large)
+
+
+def test_experts_as_published_checkpoints_store_them(tmp_path):
+    """Qwen3-VL's experts are transposed there."""
+    source = checkpoint("qwen3-vl-moe")
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    stored = load_file(source / "model.safetensors")
+    assert any(name.endswith("experts.down_proj") for name in stored)
+    save_file({name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+               for name, tensor in stored.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    outputs = []
+    for directory in (source, tmp_path):
+        with Driver(directory, engine_max_length=64) as own:
+            outputs.append([row.tobytes() for row in own.generate(text(20), 4)[1]])
+    assert outputs[0] == outputs[1]
