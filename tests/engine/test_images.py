@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from allspark_client import AllSparkError, AsModelConfig, GenerateConfig, GenerateRequestStatus
 from allspark_client.request import RequestSpec
+from allspark_server import HuggingFaceModel
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
 from support.driver import Driver
 from support.invariance import bits
@@ -318,6 +319,18 @@ def test_large_images(engine_of):
     with installed(engine, "mistral3", max_image_tokens=20) as name, \
             pytest.raises(AllSparkError, match="image 1 of the request has 256 tokens: this model takes at most 20"):
         start(engine, name, large)
+
+
+@pytest.mark.parametrize("model", ["qwen3-vl", pytest.param("gemma3", marks=slow)])
+def test_serialized_models_answer_texts_as_their_checkpoints(tmp_path, model):
+    """They have no tower."""
+    HuggingFaceModel(checkpoint(model), "m").serialize_to_path(None, tmp_path)
+    outputs = []
+    for path in (checkpoint(model), tmp_path / "m.asgraph"):
+        with Driver(path, engine_max_length=64) as own:
+            outputs.append([row.tobytes() for row in own.generate(text(20), 4)[1]])
+            assert (own.runners[0].tower is None) == (path.suffix == ".asgraph")
+    assert outputs[0] == outputs[1]
 
 
 def test_experts_as_published_checkpoints_store_them(tmp_path):
