@@ -30,7 +30,7 @@ from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
 from allspark_server.weights.common_form import common_form
-from allspark_server.weights.files import MAX_INDEX_BYTES, open_regular, read_json
+from allspark_server.weights.files import MAX_INDEX_BYTES, read_json
 from allspark_server.weights.formats import (
     OFFSET,
     ORDER,
@@ -425,54 +425,6 @@ class InterleavedExperts(Changed):
         return dataclasses.replace(tensor, name=name, shape=data.shape, data=data)
 
 
-class TorchSource(Source):
-    """pytorch_model.bin files, read with torch's weights-only mode, which runs no code from the file and checks its zip
-    container.
-    """
-
-    def __init__(self, location: Path, files: list[Path]):
-        try:
-            import torch
-        except ImportError:
-            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                                f"{location} holds torch .bin weights, and torch is not installed: install torch, or "
-                                "convert the checkpoint to safetensors") from None
-        self.location = location
-        self.kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-                      torch.int64: "I64", torch.int32: "I32"}
-        self.bits = torch.int16
-        self.tensors: dict[str, tuple[Any, Path]] = {}
-        for path in files:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                held = f"/proc/self/fd/{file.fileno()}"  # torch maps only files that it opens by name
-                try:
-                    found = torch.load(held, map_location="cpu", weights_only=True, mmap=True)
-                except Exception as error:  # torch raises many types; the file is foreign input
-                    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
-                                        f"cannot read weight file {path}: {error}") from error
-            if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
-                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {path} does not hold tensors by name")
-            for name, t in found.items():
-                # A view can repeat stored elements; copying it could take any amount of memory.
-                if t.layout != torch.strided or t.device.type != "cpu" or t.numel() * t.element_size() > size:
-                    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"tensor {name!r} in {path} is not stored whole")
-            # Parameters and transposed views are allowed.
-            self.tensors.update((name, (t.detach().contiguous(), path)) for name, t in found.items())
-
-    def names(self) -> Iterable[str]:
-        """See `Source.names`."""
-        return self.tensors.keys()
-
-    def get(self, name: str) -> StoredTensor:
-        """See `Source.get`."""
-        tensor, path = self.tensors[name]
-        kind, data = self.kinds.get(tensor.dtype), None
-        if kind is not None:
-            data = tensor.view(self.bits).numpy().view(np.uint16) if kind == "BF16" else tensor.numpy()
-        return StoredTensor(name, kind or str(tensor.dtype), tuple(tensor.shape), data, path)
-
-
 #: views of a checkpoint by the name that Architecture.stored_as has
 VIEWS: dict[str, Callable[[Source], Changed]] = {
     "text_part": TextPart, "text_part_with_experts": TextPartWithExperts, "interleaved_experts": InterleavedExperts,
@@ -647,6 +599,8 @@ def open_weights(path: Path) -> Source:
         return _single(path / SINGLE)
     if os.path.lexists(path / INDEX):
         return _indexed(path)
+    from allspark_server.weights.torch_files import TorchSource
+
     if os.path.lexists(path / TORCH_SINGLE):
         return TorchSource(path, [path / TORCH_SINGLE])
     if os.path.lexists(path / TORCH_INDEX):
