@@ -137,8 +137,8 @@ class InputStage:
         if self.images is None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 f"images: model {self._info.name!r} ({self._info.architecture}) takes no images")
-        if spec.text_pair is not None or spec.config.truncate_prompt_tokens is not None:
-            raise ValueError("images: a prompt with images has no text_pair and is not cut (truncate_prompt_tokens)")
+        if spec.text_pair is not None:
+            raise ValueError("images: a prompt with images has no text_pair")
         if self.images.together and (spec.config.prompt_logprobs is not None or spec.config.pooling is not None):
             raise ValueError(f"images: prompt_logprobs and pooling are not available for prompts with images of model "
                              f"{self._info.name!r}, which computes all rows of an image in one step")
@@ -215,8 +215,9 @@ class InputStage:
         prompt = list(prompt)
         if not prompt:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if config.pooling is not None and tokenizer is not None and config.truncate_prompt_tokens is not None:
-            prompt = tokenizer.cut(prompt, config.truncate_prompt_tokens)
+        most = config.truncate_prompt_tokens
+        if config.pooling is not None and tokenizer is not None and most is not None and not images:
+            prompt = tokenizer.cut(prompt, most)
         spec.set_prompt(prompt)
         spec.cut_prompt()
         prompt = spec.input_ids or []

@@ -66,6 +66,18 @@ class _Tokenizer:
         return ""
 
 
+class _Images:
+    """Takes images whose rows nothing needs: prompts stay as they are."""
+
+    together = False
+
+    def read(self, ids: list[int], images: list, most_tokens: int) -> tuple[list[int], list]:
+        return ids, []
+
+    def close(self) -> None:
+        pass
+
+
 class FakeEngine(Engine):
     """An engine whose model "m" is started. A step takes `interval` seconds; the samples of a request differ."""
 
@@ -132,6 +144,7 @@ class FakeEngine(Engine):
     def _publish(self, config, model) -> None:
         model.fingerprint, model.input.tokenizer = self._fingerprint, _Tokenizer(self)
         model.info.sees_images = self.sees_images
+        model.input.images = _Images() if self.sees_images else None
         super()._publish(config, model)
 
 
