@@ -134,13 +134,13 @@ def open_model(
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
     gpu = config.device_ids[0] if config.on_gpus else None
-    images = _image_stage(config, tower, post) if tower is not None else None
+    images = _image_stage(config, info, tower, post) if tower is not None else None
     info.sees_images = images is not None
     return ServedModel(config, info, tokenizer, fingerprint(info, gpu), output, host_spans, guide, masks, post, images)
 
 
-def _image_stage(config: AsModelConfig, tower: TowerRunner, post: Callable[[Callable[[], None]], None]
-                 ) -> ImageStage | None:
+def _image_stage(config: AsModelConfig, info: ModelInfo, tower: TowerRunner,
+                 post: Callable[[Callable[[], None]], None]) -> ImageStage | None:
     """What a model with a vision tower does with images; None if its checkpoint does not say how they are prepared."""
     processor = read_processor(config.model_path, read_json(Path(config.model_path, "config.json")))
     if processor is None:
@@ -148,5 +148,7 @@ def _image_stage(config: AsModelConfig, tower: TowerRunner, post: Callable[[Call
                        config.model_path, config.model_name)
         return None
     processor.start()
+    # An image that took the whole context would leave no room for a question and its answer.
+    processor = processor.within(info.max_length * 3 // 4)
     return ImageStage(processor, ImageEncoder(config.model_name, tower, config.image_cache_memory, post),
                       tower.rotary_parts)

@@ -12,6 +12,9 @@ from ..group.background import background_group, shipped_model
 from ..options import PLACEMENT, ModelOptions, add_flags, model_config
 from .serve import show_progress
 
+#: tokens of one short conversation, and of each image in it
+_CONVERSATION, _IMAGE = 2048, 4096
+
 
 def add_group_flags(p: argparse.ArgumentParser) -> None:
     """Adds the flags that own_group reads, apart from --model and --verbose."""
@@ -24,7 +27,8 @@ def own_group(parsed: argparse.Namespace) -> Iterator[str]:
     """A group that runs the model of the flags, for the length of a with block; yields its address."""
     model = model_config(parsed, parsed.model or str(shipped_model()))
     if parsed.max_length is None:       # do not reserve more than one short conversation needs
-        model.setdefault("engine_max_length", _positions(Path(model["model_path"]), 2048))
+        wanted = _CONVERSATION + _IMAGE * len(getattr(parsed, "image", []))
+        model.setdefault("engine_max_length", _positions(Path(model["model_path"]), wanted))
     arguments = ["--model", model["model_path"], "--model-name", model["model_name"]]
     for key, value in model.items():
         if key not in ("model_path", "model_name"):
@@ -39,7 +43,8 @@ def own_group(parsed: argparse.Namespace) -> Iterator[str]:
 def _positions(path: Path, most: int) -> int:
     """The context length of a checkpoint, at most `most`."""
     try:
-        positions = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
-    except (OSError, ValueError):
+        config = json.loads((path / "config.json").read_text())
+        positions = config.get("text_config", config).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
         return most         # an error in the checkpoint is reported when it is loaded
     return min(positions, most) if isinstance(positions, int) and positions > 0 else most

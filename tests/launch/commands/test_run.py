@@ -1,10 +1,16 @@
 """`allspark run` with images."""
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
+
 from allspark_launch.cli import main
 from support.fake_engine import FakeEngine
 from support.fake_service import serving
 from support.pictures import encoded, pixels
+from support.units import GPUS
 
 
 def test_images(tmp_path, capsys):
@@ -21,3 +27,25 @@ def test_images(tmp_path, capsys):
         prompt = bytes(core.submitted[-1].input_ids).decode()
     parts = "{'type': 'image'}, {'type': 'image'}, {'type': 'text', 'text': 'what differs?'}"
     assert parts in prompt and "3 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
+def test_a_model_that_sees(tmp_path):
+    """A large image is made so small that the context has room for the prompt and the answer."""
+    from support.vision import checkpoint
+
+    (tmp_path / "picture").write_bytes(encoded(pixels(1900, 1400)))
+    done = subprocess.run(
+        [sys.executable, "-m", "allspark_launch", "run", "--model", str(checkpoint("qwen2-vl")), "--greedy", "--ranks",
+         "1", "--max-length", "256", "--max-new-tokens", "5", "--image", str(tmp_path / "picture"), "the dog"],
+        capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() and "1 rank(s), 5 tokens" in done.stderr
+
+
+def test_files_that_are_no_images(tmp_path, capsys):
+    """They are refused before a group starts."""
+    (tmp_path / "text").write_text("hello")
+    for name, why in (("missing", "No such file"), ("text", "none of PNG, JPEG, GIF, WebP"), (".", "no regular file")):
+        assert main(["run", "--image", str(tmp_path / name), "what is it?"]) == 1
+        assert why in (error := capsys.readouterr().err) and repr(str(tmp_path / name)) in error
