@@ -35,6 +35,11 @@ class ImageStage:
         self._processor = processor.within(encoder.most_tokens)
         self._rotary_parts = rotary_parts
 
+    @property
+    def settings(self) -> str:
+        """What the patches of an image depend on besides it."""
+        return self._processor.settings
+
     def read(self, ids: list[int], images: Sequence[Image], most_tokens: int) -> tuple[list[int], list[ImageInput]]:
         """The ids of a prompt with those of its images, and the images. `most_tokens`: of the prompt. ValueError or
         AllSparkError if one is wrong, or if they do not fit the prompt.

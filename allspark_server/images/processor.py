@@ -7,6 +7,7 @@ vision.md says how closely.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,11 @@ class ImageProcessor(ABC):
     def placeholder(self) -> int:
         """The id that stands for an image in a chat that a template has rendered."""
         return self.token
+
+    @property
+    def settings(self) -> str:
+        """What the patches of an image depend on besides it."""
+        return f"{self!r} {importlib.metadata.version('pillow')}"
 
     @abstractmethod
     def size(self, height: int, width: int, image: EncodedImage) -> tuple[int, int]:
