@@ -126,7 +126,7 @@ def test_requests_of_a_worker_that_has_ended_wait_no_more(tmp_path, end):
             os.kill(before, end)
         else:
             found.server.reload(HttpOptions(**{**vars(found.server.options), "wait_limit": 59.0}))
-        wait_for(lambda: found.server.serves and found.server.pids not in ([], [before]), 20)
+        wait_for(lambda: found.server.serves and found.server.pids not in ([], [before]), 60)  # a start, if busy
         if end is not None:
             thread.join(10)
             with httpx.Client(base_url=f"http://{found.server.address}") as client:
