@@ -26,15 +26,14 @@ from reference.loading import logits_after, model_runner
 from support.checkpoints import (
     GEMMA4,
     PROMPT_LENGTHS,
-    check_greedy,
     check_logits,
     checkpoint,
-    greedy_of,
     prompt_of,
     reference_logits,
     reference_model,
 )
 from support.driver import Driver, together
+from support.greedy import check_greedy_output
 
 FIRST = ("gemma4", "gemma4-moe", "gemma4-small")
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
@@ -90,7 +89,8 @@ def test_greedy_output(name, world):
     """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:
         for length in (1, 90):
-            check_greedy(driver.generate(prompt_of(length, seed=1), 256, chunk=48)[0], greedy_of(name, length))
+            prompt = prompt_of(length, seed=1)
+            check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], checkpoint(name), prompt)
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------

@@ -164,10 +164,3 @@ class Reference:
         """Logits of all positions, [positions, vocabulary]."""
         with torch.no_grad():
             return self.model(**self.inputs(ids, images)).logits[0].float().numpy()
-
-    def greedy(self, ids: list[int], images: list[Image], count: int) -> tuple[list[int], np.ndarray]:
-        """`count` tokens, and the logits that each was chosen from."""
-        with torch.no_grad():
-            found = self.model.generate(**self.inputs(ids, images), max_new_tokens=count, min_new_tokens=count,
-                                        do_sample=False, output_logits=True, return_dict_in_generate=True)
-        return found.sequences[0, len(ids):].tolist(), torch.cat(found.logits).float().numpy()
