@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -11,11 +12,16 @@ import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine, GenerateRequestStatus as Status
 from allspark_client.local_group import SelfStartedGroup
+from allspark_launch.group.background import background_group
 from allspark_server import Engine
 from allspark_server.rpc.service import Service
+from support import vision
 from support.checkpoints import checkpoint
+from support.http_helpers import http_server_for
+from support.pictures import data_url
 from support.processes import ranks_of
 from support.units import GPUS, UNIT
+from support.waiting import wait_for
 
 FIELDS = {**UNIT, "cache_memory": 256 << 20} if GPUS else {}    # two groups may share GPUs
 CONFIG = {"max_length": 1800, "seed": 5, "logprobs": True, "top_logprobs": 3, "early_stopping": False}
@@ -120,3 +126,58 @@ def test_a_chat_whose_template_tells_the_time(tiny_model, tmp_path):
                 assert text == server._models["m"].input.tokenizer.decode(ids)
         finally:
             service.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
+def test_chats_with_images():
+    """Their images are sent again, by a client of the groups and by the HTTP server: rank 0 of the group that answers
+    is killed, and the other one goes on.
+    """
+    openai = pytest.importorskip("openai")
+    pictures = [vision.picture(60, 90, 1), vision.picture(31, 140, 2)]
+    words = ["--model", str(vision.checkpoint("qwen2.5-vl")), "--model-name", "m", "--ranks", "1"]
+    with contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(background_group(words, timeout=60.0)) for _ in range(2)]
+        addresses = [group.addresses[0] for group in groups]
+        observers = [stack.enter_context(ClientEngine(address)) for address in addresses]
+        pool = stack.enter_context(ClientEngine(addresses, reconnect_timeout=60))
+        url = f"http://{stack.enter_context(http_server_for(addresses[0], pool=addresses, insecure=True))}/v1"
+        api = stack.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60))
+
+        def by_client():
+            content = [{"type": "image", "image": pictures[0]}, {"type": "text", "text": "or"},
+                       {"type": "image", "image": pictures[1]}]
+            with pool.generate("m", {"messages": [{"role": "user", "content": content}]}, CONFIG) as results:
+                for elements in results:
+                    yield from zip(elements.ids_from_generate, elements.token_logprobs_list)
+
+        def by_http():
+            first, second = ({"type": "image_url", "image_url": {"url": data_url(each.content)}} for each in pictures)
+            content = [first, {"type": "text", "text": "or"}, second]
+            for chunk in api.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": content}], stream=True, seed=5, max_tokens=1600,
+                    logprobs=True, extra_body={"ignore_eos": True, "return_token_ids": True}):
+                choice, = chunk.choices
+                if choice.logprobs is not None:
+                    yield from zip(choice.token_ids, [entry.logprob for entry in choice.logprobs.content], strict=True)
+
+        def busy() -> list[int]:
+            return [i for i, observer in enumerate(observers) if observer.get_as_engine_stat("m").running_request]
+
+        def serves(observer) -> bool:
+            with contextlib.suppress(AllSparkError):
+                return observer.get_model_info("m").sees_images
+            return False
+
+        for stream in (by_client, by_http):
+            wait_for(lambda: all(map(serves, observers)), 60)
+            undisturbed = list(stream())
+            assert len(undisturbed) > 1500
+            found = []
+            for token in stream():
+                found.append(token)
+                if len(found) == 100:
+                    victim, = wait_for(busy, 10)
+                    ranks_of(groups[victim].supervisor_pid)[0].kill()
+            assert found == undisturbed

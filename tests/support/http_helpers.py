@@ -60,8 +60,8 @@ def token_file(folder: Path) -> str:
 def http_server_for(group: str, **options: Any) -> Iterator[str]:
     """Runs an HTTP server in front of a group; yields its address once it answers."""
     with http_server(HttpOptions(**{"address": "127.0.0.1:0", "pool": [group], **options})) as server:
-        with httpx.Client(base_url=f"http://{server.address}", timeout=30) as client:
-            wait_for(lambda: client.get("/health").status_code == 200, 30)
+        with httpx.Client(base_url=f"http://{server.address}", timeout=60) as client:
+            wait_for(lambda: client.get("/health").status_code == 200, 60)
         yield server.address
 
 
