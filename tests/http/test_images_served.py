@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import secrets
 from types import SimpleNamespace
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 openai = pytest.importorskip("openai")
@@ -18,16 +21,19 @@ pytest.importorskip("transformers")
 from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch.group.background import background_group
 from allspark_server import Engine
-from support.hostile_images import BOMB, chunk, jpeg_of, png, zeros
+from fuzz.bodies import peak_mib
+from support.hostile_images import BOMB, chunk, crafted, fuzzed, jpeg_of, png, zeros
 from support.http_helpers import http_server_for, refusal
 from support.images import noise
 from support.pictures import base64_of, data_url, encoded, pixels
+from support.processes import ranks_of
 from support.units import GPUS
 from support.vision import PAD, checkpoint
 
 pytestmark = pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 MODEL = "qwen3-vl"
 COUNT = 16
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 GREEDY = {"model": MODEL, "temperature": 0}
 CLAUDE = {"model": MODEL, "extra_body": {"temperature": 0}}     # newer clients have no such argument
 ALWAYS = {"do_sample": False, "max_new_tokens": COUNT}
@@ -39,7 +45,8 @@ def served():
     model = str(checkpoint(MODEL))
     with contextlib.ExitStack() as stack:
         words = ["--model", model, "--model-name", MODEL, "--ranks", "2"]
-        group = stack.enter_context(background_group(words, timeout=60.0)).addresses[0]
+        running = stack.enter_context(background_group(words, timeout=60.0))
+        group = running.addresses[0]
         url = f"http://{stack.enter_context(http_server_for(group, insecure=True, strict_fields=True))}"
         local = stack.enter_context(Engine())
         local.install_model(AsModelConfig(MODEL, model))
@@ -48,7 +55,7 @@ def served():
             open_ai=stack.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)),
             claude=stack.enter_context(anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)),
             http=stack.enter_context(httpx.Client(base_url=url, timeout=60)),
-            client=stack.enter_context(ClientEngine(group)), local=local)
+            client=stack.enter_context(ClientEngine(group)), local=local, supervisor=running.supervisor_pid)
 
 
 def pictures() -> list[bytes]:
@@ -228,4 +235,39 @@ def test_hostile_files(served):
     bitmap = [good, encoded(pixels(), "BMP")]
     error = refusal(served.http, "/v1/chat/completions", {**GREEDY, "messages": for_chat(bitmap)})
     assert error["param"] == "messages[0].content[1].image_url" and "none of PNG, JPEG, GIF, WebP" in error["message"]
+    assert answer(served.client, [good, "the dog"]) == expected
+
+
+def spent(processes: list[psutil.Process]) -> float:
+    """CPU seconds of processes and all their children, also those that have ended."""
+    times = [each.cpu_times() for process in processes for each in (process, *process.children(recursive=True))]
+    return sum(sum(each[:4]) for each in times)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rng", [np.random.default_rng(SEED)], ids=[f"seed{SEED}"])
+def test_many_hostile_files(served, rng):
+    """None is an error of the server's, or costs more than an image may; the server's memory does not grow."""
+    good = pictures()[0]
+    expected = answer(served.client, [good, "the dog"])
+    worker, = (each for each in psutil.Process().children(recursive=True) if "allspark_server.http" in each.cmdline())
+    servers = [*ranks_of(served.supervisor), worker]
+    before = [peak_mib(server.pid) for server in servers]
+    files = {name: content for name, (content, _) in crafted(rng).items()}
+    files |= {f"fuzzed {number}": content for number, content in enumerate(fuzzed(rng, 150))}
+    statuses = []
+    for name, content in files.items():
+        body = {**GREEDY, "messages": for_chat(["see", content]), "max_tokens": 1}
+        used = spent(servers)
+        answered = served.http.post("/v1/chat/completions", json=body, timeout=180)    # a busy machine takes longer
+        assert spent(servers) - used <= 2 + 1.5, name       # 2 s of a process that decodes, and the rest
+        statuses.append(answered.status_code)
+        if answered.status_code == 400:
+            error = answered.json()["error"]
+            assert error["param"] or error["message"].startswith("image 1 of the request "), (name, error)
+        else:
+            assert answered.status_code == 200 or (answered.status_code == 413 and len(content) > 11 << 20), name
+    assert statuses.count(200) > 20 and statuses.count(400) > 50
+    # a body has 16 MiB; it is in the worker and in rank 0 a few times
+    assert max(peak_mib(server.pid) - earlier for server, earlier in zip(servers, before)) < 200
     assert answer(served.client, [good, "the dog"]) == expected
