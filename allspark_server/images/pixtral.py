@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..models.fields import Fields
@@ -32,6 +32,12 @@ class PixtralProcessor(ImageProcessor):
             raise ValueError(f"has {width} x {height} pixels, and nothing would be left of its shorter side if it were "
                              f"resized to at most {self.max_width} x {self.max_height}")
         return -(-found[0] // side) * side, -(-found[1] // side) * side
+
+    def within(self, tokens: int) -> PixtralProcessor:
+        """See ImageProcessor."""
+        side = self.patch * self.merge
+        longest = side * max(1, math.isqrt(tokens))
+        return replace(self, max_height=min(self.max_height, longest), max_width=min(self.max_width, longest))
 
     def sequence(self, image: ImageInput) -> list[int]:
         """See ImageProcessor."""
