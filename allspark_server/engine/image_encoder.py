@@ -108,6 +108,15 @@ class ImageEncoder:
 
     # --- any thread ---
 
+    def kept(self, scope: str, digest: bytes) -> np.ndarray | None:
+        """The rows of an image that are kept, float32 [tokens, width]."""
+        with self._lock:
+            rows = self._kept.get((scope, digest))
+            if rows is not None:
+                self._kept.move_to_end((scope, digest))
+                self.reused += 1
+            return rows
+
     def request(self, scope: str, image: ImageInput, wanted: Callable[[], bool]) -> Future[np.ndarray]:
         """The rows of an image, float32 [tokens, width]. Requests of one `scope` share them. The image may be left out
         once `wanted()` of all its requests is false. AllSparkError if the tower has failed.
@@ -115,14 +124,11 @@ class ImageEncoder:
         if self.failure is not None:
             raise self._failed()
         key = (scope, image.digest)
+        if (rows := self.kept(scope, image.digest)) is not None:
+            found: Future[np.ndarray] = Future()
+            found.set_result(rows)
+            return found
         with self._lock:
-            rows = self._kept.get(key)
-            if rows is not None:
-                self._kept.move_to_end(key)
-                self.reused += 1
-                found: Future[np.ndarray] = Future()
-                found.set_result(rows)
-                return found
             job = self._jobs.get(key)
             if job is not None:
                 job.wanted.append(wanted)

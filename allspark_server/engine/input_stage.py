@@ -43,10 +43,9 @@ from .queue_limits import SEQUENCE_BYTES
 from .threads import callers_only
 
 if TYPE_CHECKING:
-    from ..images import ImageInput
     from ..tokenizer.detokenizer import OutputText
     from ..tokenizer.tokenizer import Tokenizer
-    from .prompt_images import ImageStage
+    from .prompt_images import ImageStage, ReadImages
 
 #: how much longer a grammar may take that another server has accepted, perhaps on a faster machine
 _RESUMED_PATIENCE = 4
@@ -130,10 +129,10 @@ class InputStage:
         """
         return self._read(spec, bare)[0]
 
-    def _read(self, spec: RequestSpec, bare: bool = False) -> tuple[list[int], list[ImageInput]]:
+    def _read(self, spec: RequestSpec, bare: bool = False) -> tuple[list[int], ReadImages | None]:
         """As tokenize(), and the prompt's images."""
         if not spec.images:
-            return self._text_ids(spec, bare), []
+            return self._text_ids(spec, bare), None
         if self.images is None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 f"images: model {self._info.name!r} ({self._info.architecture}) takes no images")
@@ -142,7 +141,7 @@ class InputStage:
         if self.images.together and (spec.config.prompt_logprobs is not None or spec.config.pooling is not None):
             raise ValueError(f"images: prompt_logprobs and pooling are not available for prompts with images of model "
                              f"{self._info.name!r}, which computes all rows of an image in one step")
-        return self.images.read(self._text_ids(spec, bare), spec.images, self._info.max_length)
+        return self.images.read(self._text_ids(spec, bare), spec.images, self._info.max_length, spec.cache_scope)
 
     def _text_ids(self, spec: RequestSpec, bare: bool) -> list[int]:
         """The prompt's ids, with a placeholder for each image."""
@@ -260,7 +259,7 @@ class InputStage:
         stop = StopRules(limit, frozenset(eos) if config.early_stopping else frozenset(),
                          tuple(tuple(word) for word in config.stop_words_ids))
         # The samples share the rules and the predicted text.
-        pictures = sum(image.patches.nbytes for image in images) + (shown.size if shown is not None else 0)
+        pictures = images.size + shown.size if images is not None and shown is not None else 0
         tokens = sum(map(len, stop.stop_words)) + (len(predicted.ids) if predicted is not None else 0)
         shared = pictures + TOKEN_BYTES * tokens
         sequences: list[Sequence] = []
@@ -287,8 +286,9 @@ class InputStage:
             )
         timeout = config.queue_timeout if not longest else 0  # a resumed request has begun
         dependency, interest = None, Interest()
-        if self.images is not None and shown is not None:
-            dependency = Dependency("images", self.images.compute(spec.cache_scope, images, shown, interest.lasts))
+        if self.images is not None and images is not None and shown is not None:
+            computed = self.images.compute(spec.cache_scope, images, shown, interest.lasts)
+            dependency = Dependency("images", computed) if computed is not None else None
         return PreparedRequest(
             sequences, texts, sum(sequence.size for sequence in sequences),
             top_logprobs=config.top_logprobs if config.logprobs else -1, prompt_logprobs=config.prompt_logprobs or 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -129,16 +129,18 @@ class ImageProcessor(ABC):
         options = repr((image.min_pixels, image.max_pixels, self)) if self.takes_pixels else repr(self)
         return hashlib.blake2b(hashlib.blake2b(image.content).digest() + options.encode(), digest_size=16).digest()
 
-    def process(self, images: Sequence[EncodedImage], most_tokens: int | None = None) -> list[ImageInput]:
+    def process(self, images: Sequence[EncodedImage], most_tokens: int | None = None,
+                known: Callable[[EncodedImage], ImageInput | None] = lambda image: None) -> list[ImageInput]:
         """Decodes and cuts the images of a request.
 
-        `most_tokens`: of all images together. AllSparkError names the image that is wrong, or exceeds a limit, and why.
+        `most_tokens`: of all images together. `known`: what is taken for an image without decoding it; None if it must
+        be decoded. AllSparkError names the image that is wrong, or exceeds a limit, and why.
         """
         found: list[ImageInput] = []
         for number, image in enumerate(images, 1):
             left = None if most_tokens is None else most_tokens - sum(each.tokens for each in found)
             try:
-                found.append(self._process(image, left))
+                found.append(known(image) or self._process(image, left))
             except ValueError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"image {number} of the request {error}") from None
         return found

@@ -74,9 +74,11 @@ class TowerRunner:
     @property
     def operations(self) -> tuple[float, float]:
         """Operations of a patch, and of a pair of patches of one image, on all ranks: estimates for planning."""
-        graph, net = self._model.graph, self._model.graph.config
+        graph, net, vision = self._model.graph, self._model.graph.config, self.vision
         weights = sum(weight.elements_of(0, 1) for weight in graph.weights.values() if weight.is_matrix)
-        return 2.0 * weights, 4.0 * net.hidden_size * net.num_layers
+        whole = len(vision.whole) if vision.window else net.num_layers
+        in_windows = 4.0 * net.hidden_size * vision.window ** 2 * (net.num_layers - whole)
+        return 2.0 * weights + in_windows, 4.0 * net.hidden_size * whole
 
     def load(self, executor: Any, progress: Progress | None = None) -> None:
         """Loads weights and ops into an executor that shares the model's threads."""
