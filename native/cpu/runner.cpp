@@ -333,9 +333,24 @@ RunOutput CpuRunner::run(const Batch& batch, bool want_logits) {
 
 RunOutput CpuRunner::run_part(const Batch& batch, int part, int parts) {
   if (!part) begin(batch, false);
-  const size_t count = needed_.size();
-  run_needed(batch, count * part / parts, count * (part + 1) / parts, false);
+  // By the ops of the program, which are those of every rank: ranks may need and fuse others, and a sum over ranks must
+  // be in the same part on all of them.
+  const auto before = [&](int end) {
+    const auto is_before = [&](const Step* step) {
+      return order_of(*step) * parts / (int64_t)program_.ops().size() < end;
+    };
+    return (size_t)(std::partition_point(needed_.begin(), needed_.end(), is_before) - needed_.begin());
+  };
+  run_needed(batch, before(part), before(part + 1), false);
   return part + 1 < parts ? RunOutput{} : std::move(output_);
+}
+
+// The index of an op by which it belongs to a part of a step: of its sum over ranks if it has one, else of its last
+// one.
+int64_t CpuRunner::order_of(const Step& step) const {
+  for (int part : step.parts.parts)
+    if (program_.ops()[part].is(Op::all_reduce)) return part;
+  return step.parts.parts.back();
 }
 
 // Finds the ops that a step needs.

@@ -73,6 +73,7 @@ class CpuRunner : public Runner {
   Tensor bound(const Form& form, size_t op, size_t part, int tensor, bool output) const;
   const Packed* converted_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
   void copy_states(const Batch& batch);
+  int64_t order_of(const Step& step) const;
   void begin(const Batch& batch, bool want_logits);
   void run_needed(const Batch& batch, size_t first, size_t last, bool want_logits);
   void record(Step& step, const Batch& batch, double seconds) const;
