@@ -55,7 +55,8 @@ def conversations(tmp_path, clients: int, members: int, count: int, turns: int, 
     rng = random.Random(1)
     access = {"access": Access({"gateway": Role.DOOR, "user": Role.GENERATE})}
     with contextlib.ExitStack() as stack:
-        groups = [FakeGroup(num_spans=4096, token=token_after, delay=0.005) for _ in range(members)]
+        # So slow that the requests of a turn run at the same time, also where starting one takes long.
+        groups = [FakeGroup(num_spans=4096, token=token_after, delay=0.02) for _ in range(members)]
         servers = [stack.enter_context(serving(f"unix:{tmp_path}/{i}", FakeEngine(group=group), **access))
                    for i, group in enumerate(groups)]
         engines = [stack.enter_context(ClientEngine([address for _, address in servers], token=token))

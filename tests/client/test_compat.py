@@ -86,12 +86,14 @@ def test_importing_the_client_is_quick_and_light():
                              "tokenizers") if m in sys.modules]
         assert not heavy, heavy
         """)
-    times = []
-    for _ in range(4):  # the best of several: other processes share the machine
-        start = time.perf_counter()
-        run("import allspark_client")
-        times.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    run("pass")
-    bare = time.perf_counter() - start
-    assert min(times) - bare < 0.5, times
+    def seconds(statement: str) -> float:
+        """The best of several: other processes share the machine."""
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            run(statement)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    needed = seconds("import asyncio, grpc.aio, numpy, google.protobuf.message")
+    assert seconds("import allspark_client") - needed < max(0.3, needed)     # machines differ in speed

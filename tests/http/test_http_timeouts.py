@@ -128,9 +128,9 @@ def test_a_body_counts_until_its_request_ends(monkeypatch):
             await anext(text(b"x" * 1000))
         assert found.value.status == 503 and found.value.retry_after == 1
         with reader.share("another") as share:
-            share._take(2000)
+            share.take(2000)
             with pytest.raises(ApiError, match="Too many large requests are being served"):
-                share._take(2000)
+                share.take(2000)
         for request in open_requests:
             await anext(request, None)
         assert reader._held == 0 and not reader._held_by
