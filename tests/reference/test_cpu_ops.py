@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.models.ops import op_spec, op_specs
 from allspark_server.runtime.plan import STATES
 from reference.backend import StepResult, compile
 from reference.batch import Limits, Slots
@@ -540,36 +539,6 @@ def test_copies_of_states_that_cannot_be(words, problem):
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-KNOWN = {
-    "rotary_table": {"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth",
-                     "long_table"},
-}  # fmt: skip
-ABSENT = [(spec.name, name) for spec in op_specs().values() if spec.name in KNOWN
-          for name, attribute in spec.attributes.items() if attribute.scope != "graph" and name not in KNOWN[spec.name]]
-
-
-def program_with(op: str, attribute: str) -> Toy:
-    """A program whose op has this attribute at another value than the default."""
-    own, spec = toy(), op_spec(op).attributes[attribute]
-    other = {"flag": True, "choice": spec.choices[-1] if spec.choices else ""}.get(spec.type, 3)
-    change = {attribute: 4 if attribute in ("temporal", "height", "width") else other}
-    if attribute == "interleaved_sections":
-        change["temporal"] = 4
-    x = own.embedding(VOCAB, 32)
-    own.op("rotary_table", (), None, (own.vector(4),), **{"rotary_dim": 8, **change})
-    own.op("rope", (x,), offset=0, heads=3, head_dim=8)
-    own.finish(own.attention(x, 2, 1, 8))
-    return own
-
-
-@pytest.mark.parametrize("op, attribute", ABSENT)
-def test_attributes_that_the_backend_does_not_have_are_refused_by_name(op, attribute):
-    own = program_with(op, attribute)
-    own.runner()  # the reference backend has it
-    with pytest.raises(ValueError, match=f"{op} with .*{attribute}|{op} with temporal"):
-        compiled(own)
-
-
 def test_cache_groups_that_the_backend_does_not_have_are_refused():
     executor = _native.Executor()
     logits = executor.add_tensor(8, OUTPUTS)

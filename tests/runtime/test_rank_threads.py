@@ -44,6 +44,8 @@ class FakeStepper:
 class FakeRunner:
     """Replaces ModelRunner; it fails where its model's name says so, as in "load1" (rank 1, in load)."""
 
+    tower = None
+
     def __init__(self, config, *, rank, world, shared_memory, cpus):
         self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
         self.host_spans, self.held = 10 + rank, {bytes([0] * 16): 0, bytes([rank + 1] * 16): 1}

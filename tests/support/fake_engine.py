@@ -71,8 +71,8 @@ class _Images:
 
     together = False
 
-    def read(self, ids: list[int], images: list, most_tokens: int) -> tuple[list[int], list]:
-        return ids, []
+    def read(self, ids: list[int], images: list, most_tokens: int, scope: str) -> tuple[list[int], None]:
+        return ids, None
 
     def close(self) -> None:
         pass
