@@ -131,7 +131,8 @@ def test_logits_and_greedy_output(request, engine_of, references, where, model):
     engine, reference = engine_of(where), references(model)
     count = 256 if request.config.getoption("markexpr").startswith("slow") else 24
     with installed(engine, model, num_threads=0 if where == "engine" else 1) as name:
-        for prompt, images in PROBES[::2]:
+        # transformers' Mistral 3 fails on an image of one row: its squeeze(0) takes the row for a batch
+        for prompt, images in PROBES[2 * (model == "mistral3")::2]:
             together = model.startswith("gemma")    # which has no log probabilities of such prompts
             more = {} if together else {"prompt_logprobs": 4}
             *_, results = start(engine, name, (prompt, images), max_new_tokens=count, **more)
