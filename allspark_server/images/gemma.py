@@ -75,7 +75,7 @@ class Gemma3Processor(ImageProcessor):
 def read_gemma3(settings: Settings, config: Fields) -> Gemma3Processor:
     """The processor of a checkpoint of Gemma 3."""
     settings.refuse(do_resize=True, do_pan_and_scan=False)
-    tower = Fields(config.need("vision_config", dict), config.path, "vision_config.")
+    tower = config.inner("vision_config")
     size = settings.size({"height": 224, "width": 224})
     patch, image_size = tower.get("patch_size", int, 14), tower.get("image_size", int, 896)
     if size != {"height": image_size, "width": image_size}:

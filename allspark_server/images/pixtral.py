@@ -48,7 +48,7 @@ class PixtralProcessor(ImageProcessor):
 
 def read(settings: Settings, config: Fields) -> PixtralProcessor | None:
     """The processor of a checkpoint; None if a LLaVA has another tower."""
-    tower = Fields(config.need("vision_config", dict), config.path, "vision_config.")
+    tower = config.inner("vision_config")
     if tower.get("model_type", str) != "pixtral":
         return None
     settings.refuse(do_resize=True, do_center_crop=False)

@@ -32,8 +32,7 @@ class Settings:
         """A positive number, or the side of a square as {"height": …, "width": …}."""
         value = self.fields.values.get(name)
         if isinstance(value, dict):
-            sides = [Fields(value, self.fields.path, f"{self.fields.prefix}{name}.").need_positive(side, most=1 << 12)
-                     for side in ("height", "width")]
+            sides = [self.fields.inner(name).need_positive(side, most=1 << 12) for side in ("height", "width")]
             if sides[0] != sides[1]:
                 raise self.fields.error(name, f"is {value!r}: expected a square")
             return sides[0]
@@ -41,7 +40,7 @@ class Settings:
 
     def size(self, default: dict[str, int]) -> dict[str, int]:
         """The size that images are resized to, with the keys that its kind has."""
-        fields = Fields(self.fields.get("size", dict, default), self.fields.path, f"{self.fields.prefix}size.")
+        fields = self.fields.inner("size", default)
         return {name: fields.need_positive(name, most=1 << 30) for name in fields.values
                 if fields.values[name] is not None}
 
@@ -82,7 +81,7 @@ class Settings:
 
 def check_tower(config: Fields, **values: int) -> None:
     """AllSparkError if vision_config has another value of a field than the image processor."""
-    tower = Fields(config.need("vision_config", dict), config.path, "vision_config.")
+    tower = config.inner("vision_config")
     for name, value in values.items():
         if tower.get(name, int, value) != value:
             raise tower.error(name, f"is {tower.values[name]}, and that of the image processor {value}")
@@ -98,7 +97,7 @@ def read_settings(directory: str | Path) -> Settings | None:
         if not key:
             return Settings(Fields(values, path))
         if key in values:
-            return Settings(Fields(Fields(values, path).need(key, dict), path, f"{key}."))
+            return Settings(Fields(values, path).inner(key))
     return None
 
 

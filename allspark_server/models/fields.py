@@ -43,6 +43,13 @@ class Fields:
             raise self.error(name, f"is missing: expected {kind.__name__}")
         return value
 
+    def inner(self, name: str, default: dict[str, Any] | None = None) -> Fields:
+        """The fields of the object that a field is; those of `default` if it is absent or null. AllSparkError if it is
+        no object, or there is neither.
+        """
+        values = self.need(name, dict) if default is None else self.get(name, dict, default)
+        return Fields(values, self.path, f"{self.prefix}{name}.")
+
     def need_positive(self, name: str, kind: type = int, most: float = MAX_SIZE) -> Any:
         """A number above 0 and up to `most`. AllSparkError otherwise."""
         value = self.need(name, kind)

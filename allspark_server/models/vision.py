@@ -212,7 +212,7 @@ def tower_config(architecture: str, vision: VisionConfig, *, hidden: int, interm
 
 def qwen_tower(fields: Fields, architecture: str, kind: str) -> ModelConfig:
     """The tower of a Qwen checkpoint by its vision_config. kind: "qwen2", "qwen2.5" or "qwen3" (also Qwen3.5)."""
-    own = Fields(fields.need("vision_config", dict), fields.path, "vision_config.")
+    own = fields.inner("vision_config")
     layers = _size(own, "depth", {"qwen3": 27}.get(kind, 32), MAX_LAYERS)
     heads = _size(own, "num_heads", 16)
     hidden = _size(own, "embed_dim", 1280) if kind == "qwen2" else _size(own, "hidden_size",
@@ -256,8 +256,8 @@ def qwen_tower(fields: Fields, architecture: str, kind: str) -> ModelConfig:
 
 def pixtral_tower(fields: Fields, architecture: str) -> ModelConfig:
     """The tower of a Pixtral or Mistral 3 checkpoint by its vision_config and the fields beside it."""
-    own = Fields(fields.need("vision_config", dict), fields.path, "vision_config.")
-    text = fields.need("text_config", dict)
+    own = fields.inner("vision_config")
+    text = fields.inner("text_config")
     if own.get("model_type", str, "pixtral") != "pixtral":
         raise own.error("model_type", f"is {own.values['model_type']!r}: only 'pixtral' is served")
     if fields.get("vision_feature_layer", int, -1) != -1:
@@ -272,14 +272,14 @@ def pixtral_tower(fields: Fields, architecture: str) -> ModelConfig:
     if head_dim % 4:
         raise own.error("head_dim", f"is {head_dim}: it must be a multiple of 4")
     merges = "spatial_merge_size" in fields.values or fields.get("model_type", str) == "mistral3"
-    size, outputs = _size(own, "patch_size", 16, 1024), Fields(text, fields.path, "text_config.")
+    size = _size(own, "patch_size", 16, 1024)
     vision = VisionConfig(
         patch=3 * size * size, merge=_size(fields, "spatial_merge_size", 2, 16) ** 2 if merges else 1,
-        outputs=_size(outputs, "hidden_size", 4096), norm="rms", family="pixtral",
+        outputs=_size(text, "hidden_size", 4096), norm="rms", family="pixtral",
         activation="gelu" if activation == "gelu" else "",
         projector_bias=fields.get("multimodal_projector_bias", bool, not merges),
-        merger_eps=outputs.get("rms_norm_eps", float, 1e-6))
-    rope = Fields(own.get("rope_parameters", dict, {}), fields.path, "vision_config.rope_parameters.")
+        merger_eps=text.get("rms_norm_eps", float, 1e-6))
+    rope = own.inner("rope_parameters", {})
     return tower_config(architecture, vision, hidden=hidden, intermediate=_size(own, "intermediate_size", 4096),
                         layers=_size(own, "num_hidden_layers", 24, MAX_LAYERS), heads=heads, eps=1e-5,
                         head_dim=head_dim, theta=rope.get("rope_theta", float, own.get("rope_theta", float, 10_000.0)))
@@ -287,8 +287,8 @@ def pixtral_tower(fields: Fields, architecture: str) -> ModelConfig:
 
 def siglip_tower(fields: Fields) -> ModelConfig:
     """The tower of a Gemma 3 checkpoint by its vision_config and the fields beside it."""
-    own = Fields(fields.need("vision_config", dict), fields.path, "vision_config.")
-    text = Fields(fields.need("text_config", dict), fields.path, "text_config.")
+    own = fields.inner("vision_config")
+    text = fields.inner("text_config")
     if own.get("hidden_act", str, "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise own.error("hidden_act", f"is {own.values['hidden_act']!r}: only gelu_pytorch_tanh is served")
     hidden, heads = _size(own, "hidden_size", 768), _size(own, "num_attention_heads", 12)

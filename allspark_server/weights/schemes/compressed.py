@@ -80,7 +80,7 @@ class CompressedTensors:
             logger.warning("%s: kv_cache_scheme is ignored; set cache_mode to quantize the KV cache", config.path)
 
     def _group(self, fields: Fields, config: Fields) -> _Group:
-        weights = Fields(fields.need("weights", dict), fields.path, fields.prefix + "weights.")
+        weights = fields.inner("weights")
         kind, bits = choice(weights, "type", ("int", "float"), "int"), weights.need("num_bits", int)
         default = fields.get("format", str) or config.get("format", str)
         if default in (None, "mixed-precision", "naive-quantized"):
