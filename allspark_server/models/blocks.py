@@ -85,11 +85,11 @@ def output_projection(graph: Graph, attended: Tensor, prefix: str, name: str = "
 
 
 def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *,
-              bias: bool = False, gelu: bool = False, wide: bool = False) -> Tensor:
-    """down(silu(gate(x)) * up(x)), with gate and up packed into one matrix.
+              bias: bool = False, activation: str = "silu", wide: bool = False) -> Tensor:
+    """down(activation(gate(x)) * up(x)), with gate and up packed into one matrix.
 
     names: of gate, up and down; or, if the checkpoint stores gate and up as one matrix, of that matrix and down.
-    gelu: GELU (tanh approximation) instead of SiLU. wide: it has twice the intermediate size.
+    activation: "silu", "gelu", or "gelu_tanh" for its approximation. wide: it has twice the intermediate size.
     """
     inner = replace(graph.intermediate, units=2 * graph.intermediate.units) if wide else graph.intermediate
     halves, out = (inner, inner), "wide_" if wide else ""
@@ -98,8 +98,13 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
     else:
         weight, added = graph.packed(prefix, names[:2], halves, graph.config.hidden_size, bias)
     gate_up = graph.linear(x, weight, added, out=f"{out}gate_up")
-    activated = (graph.gelu_tanh_mul if gelu else graph.silu_mul)(gate_up, out=f"{out}activated")
+    activated = _gated(graph, gate_up, activation, f"{out}activated")
     return graph.row_parallel_linear(activated, f"{prefix}.{names[-1]}", inner, bias, out="branch")
+
+
+def _gated(graph: Graph, gate_up: Tensor, activation: str, out: str) -> Tensor:
+    """activation(gate) * up of the packed projection."""
+    return {"silu": graph.silu_mul, "gelu": graph.gelu_mul, "gelu_tanh": graph.gelu_tanh_mul}[activation](gate_up, out)
 
 
 def plain_mlp(graph: Graph, x: Tensor, prefix: str, inner: Split, *, bias: bool = False, out: str = "branch",
@@ -113,7 +118,7 @@ def plain_mlp(graph: Graph, x: Tensor, prefix: str, inner: Split, *, bias: bool 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
                    bias: bool = False, correction: str = "", correction_row: int | None = None,
-                   source: Tensor | None = None, out: str = "branch", scales: str = "", gelu: bool = False,
+                   source: Tensor | None = None, out: str = "branch", scales: str = "", activation: str = "silu",
                    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")) -> Tensor:
     """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
 
@@ -122,8 +127,8 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     source: what experts compute, x by default. router: its name. bias: the router and the experts have biases.
     correction: the name of the vector that is added to scores for the choice of experts, "" if there is none.
     correction_row: the checkpoint's tensor has two dimensions, and the vector is this row of it. scales: the name of
-    the vector that the experts' weights are multiplied with, "" if there is none. gelu: GELU (tanh approximation)
-    instead of SiLU. stacks: names of the tensors of all experts, if the checkpoint stores them stacked.
+    the vector that the experts' weights are multiplied with, "" if there is none. activation: as in gated_mlp. stacks:
+    names of the tensors of all experts, if the checkpoint stores them stacked.
     """
     config, source = graph.experts, x if source is None else source
     hidden = source.blocks[0].width
@@ -164,7 +169,7 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     if len(names) == 2:
         activated = graph.relu_square(both)
     elif graph.config.swiglu is None:
-        activated = (graph.gelu_tanh_mul if gelu else graph.silu_mul)(both, out="expert_activated")
+        activated = _gated(graph, both, activation, "expert_activated")
     else:
         activated = graph.clamped_silu_mul(both, *graph.config.swiglu, out="expert_activated")
     name = f"{prefix}.experts.{names[-1]}"
@@ -211,7 +216,7 @@ def _selected(graph: Graph, x: Tensor, source: Tensor, prefix: str, latent: Late
         return graph.linear(rows, graph.matrix(f"{prefix}.{name}.weight", width, columns), None, out=out)
 
     def vector(name: str) -> Weight:
-        return graph.weight(Weight(f"{prefix}.{name}", (Part(f"{prefix}.{name}", indexer.dim),)))
+        return graph.vector(f"{prefix}.{name}", indexer.dim)
 
     heads, dim, hidden = indexer.heads, indexer.dim, graph.config.hidden_size
     queries = project(source, "wq_b", heads * dim, latent.query_dim, "index_queries")
@@ -238,7 +243,7 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
                                config.attention_bias)
 
     def normed(name: str, width: int) -> Weight:
-        return graph.weight(Weight(f"{prefix}.{name}.weight", (Part(f"{prefix}.{name}.weight", width),)))
+        return graph.vector(f"{prefix}.{name}.weight", width)
 
     source, name = x, "q_proj"
     if latent.query_dim:
@@ -275,7 +280,7 @@ def dense(graph: Graph, x: Tensor, prefix: str, outputs: int, out: str, *, bias:
     """A linear layer that every rank computes, and its activation."""
     inputs = sum(block.width for block in x.blocks)
     name = f"{prefix}.bias"
-    added = graph.weight(Weight(name, (Part(name, outputs),))) if bias else None
+    added = graph.vector(name, outputs) if bias else None
     y = graph.linear(x, graph.matrix(f"{prefix}.weight", outputs, inputs), added, out=out)
     return graph.activate(y, activation) if activation else y
 

@@ -63,7 +63,7 @@ def eagle_graph(head: EagleHead) -> Graph:
         return graph
     # Each rank has all rows: the part that its share of the model's vocabulary needs may be of any size.
     output = graph.matrix(f"{PREFIX}lm_head.weight", head.drafted, size)
-    columns = graph.weight(Weight(COLUMNS, (Part(COLUMNS, config.vocab_size, graph.vocab),)))
+    columns = graph.vector(COLUMNS, config.vocab_size, graph.vocab)
     graph.sample(graph.op("spread_columns", graph.linear(last, output, None, out="drafted_logits"), weights=(columns,),
                           out="logits", blocks=(Block(config.vocab_size, graph.vocab),)))
     return graph

@@ -40,7 +40,7 @@ def gemma(config: ModelConfig) -> Graph:
         attended = graph.span_attention(qkv, layer, window=window, **scores)
         y = output_projection(graph, attended, f"{prefix}.self_attn", bias=bias)
         graph.add(x, norm(y, "post_attention_layernorm", "branch_normed"))
-        y = gated_mlp(graph, norm(x, "pre_feedforward_layernorm"), f"{prefix}.mlp", gelu=True)
+        y = gated_mlp(graph, norm(x, "pre_feedforward_layernorm"), f"{prefix}.mlp", activation="gelu_tanh")
         graph.add(x, norm(y, "post_feedforward_layernorm", "branch_normed"))
     if config.encoder is None:
         return finish(graph, x, unit_offset=1)

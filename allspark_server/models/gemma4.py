@@ -34,7 +34,7 @@ def gemma4(config: ModelConfig) -> Graph:
         y = _attention(graph, h, f"{prefix}.self_attn", layer)
         graph.add(x, graph.rms_norm(y, f"{prefix}.post_attention_layernorm.weight", "branch_normed"))
         h = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight")
-        y = gated_mlp(graph, h, f"{prefix}.mlp", gelu=True, wide=layer in config.wide_layers)
+        y = gated_mlp(graph, h, f"{prefix}.mlp", activation="gelu_tanh", wide=layer in config.wide_layers)
         if config.experts is not None:
             y = graph.rms_norm(y, f"{prefix}.post_feedforward_layernorm_1.weight", "dense_normed")
             graph.add(y, _experts(graph, x, prefix))
@@ -82,7 +82,7 @@ def _experts(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     graph.scale(routing, graph.config.hidden_size**-0.5)
     source = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm_2.weight", "normed")
     y = routed_experts(graph, routing, prefix, router="router.proj", source=source, scales="router.per_expert_scale",
-                       gelu=True)
+                       activation="gelu_tanh")
     return graph.rms_norm(graph.all_reduce(y), f"{prefix}.post_feedforward_layernorm_2.weight", "experts_normed")
 
 

@@ -194,6 +194,14 @@ class Op:
     attrs: dict[str, Attribute] = field(default_factory=dict)
 
 
+def in_groups(size: int, least: int = 0) -> Split:
+    """Features between two layers, in multiples of 32 where their number allows: the second layer's matrix is cut along
+    K, in whole groups. least: see Split.
+    """
+    unit = math.gcd(size, 32)
+    return Split(size // unit, unit, least=least)
+
+
 class Graph:
     """Builds and holds the op list. The builder methods are named after the ops and return the output."""
 
@@ -235,16 +243,13 @@ class Graph:
 
     @property
     def intermediate(self) -> Split:
-        """Features of the MLP, in multiples of 32 where the size allows: down_proj is cut along K, in whole groups."""
-        unit = math.gcd(self.config.intermediate_size, 32)
-        return Split(self.config.intermediate_size // unit, unit)
+        """Features of the MLP."""
+        return in_groups(self.config.intermediate_size)
 
     @property
     def expert_features(self) -> Split:
         """Features of an expert, divided like `intermediate`, but not into slices narrower than LEAST_EXPERT_SLICE."""
-        size = self.experts.intermediate_size
-        unit = math.gcd(size, 32)
-        return Split(size // unit, unit, least=LEAST_EXPERT_SLICE)
+        return in_groups(self.experts.intermediate_size, LEAST_EXPERT_SLICE)
 
     @property
     def whole_experts(self) -> Split:
@@ -353,6 +358,10 @@ class Graph:
         """The checkpoint's tensor `name` of shape [rows, columns]."""
         return self.weight(Weight(name, (Part(name, rows, row_split),), columns, column_split))
 
+    def vector(self, name: str, width: int, split: Split | None = None) -> Weight:
+        """The checkpoint's tensor `name` of `width` values."""
+        return self.weight(Weight(name, (Part(name, width, split),)))
+
     def packed(self, prefix: str, names: tuple[str, ...], splits: tuple[Split, ...], columns: int,
                bias: bool) -> tuple[Weight, Weight | None]:
         """Column-parallel layers with the same input as one matrix (and bias): `prefix.NAME.weight`, stacked by
@@ -432,14 +441,14 @@ class Graph:
 
     def rms_norm(self, x: Tensor, name: str, out: str = "normed", **more: Any) -> Tensor:
         """RMS norm of each row with the checkpoint's weight `name`."""
-        weight = self.weight(Weight(name, (Part(name, self.config.hidden_size),)))
+        weight = self.vector(name, self.config.hidden_size)
         return self.op("rms_norm", x, weights=(weight,), out=f"logit_{out}" if x.logit_rows else out,
-                       eps=self.config.rms_norm_eps, **more)
+                       **{"eps": self.config.rms_norm_eps, **more})
 
     def layer_norm(self, x: Tensor, prefix: str, out: str, *, bias: bool = True) -> Tensor:
         """Layer norm of each row with the checkpoint's `prefix`.weight and, if there is a bias, `prefix`.bias."""
         width = sum(block.width for block in x.blocks)
-        weight = self.weight(Weight(f"{prefix}.weight", (Part(f"{prefix}.weight", width),)))
+        weight = self.vector(f"{prefix}.weight", width)
         name = f"{prefix}.bias"
         added = self.weight(Weight(name, (Part(name, width),)) if bias else Weight(name, values=(0.0,) * width))
         return self.op("layer_norm", x, weights=(weight, added), out=out, eps=self.config.rms_norm_eps)
@@ -449,9 +458,10 @@ class Graph:
         blocks = tuple(Block(part.rows, part.split) for part in weight.parts)
         return self.op("linear", x, weights=(weight, bias), out=out, blocks=blocks)
 
-    def row_parallel_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
+    def row_parallel_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str,
+                            outputs: int = 0) -> Tensor:
         """A linear layer whose input is divided among ranks, and the all_reduce that makes its result whole."""
-        return self.all_reduce(self.partial_linear(x, prefix, split, bias, out))
+        return self.all_reduce(self.partial_linear(x, prefix, split, bias, out, outputs))
 
     def sliced(self, name: str, splits: tuple[Split, ...], columns: int, bias: bool) -> tuple[Weight, Weight | None]:
         """Column-parallel layers that the checkpoint stores as one tensor NAME.weight (and NAME.bias), one after the
@@ -466,12 +476,14 @@ class Graph:
         weight = self.weight(Weight(f"{name}.weight", parts(f"{name}.weight"), columns))
         return weight, self.weight(Weight(f"{name}.bias", parts(f"{name}.bias"))) if bias else None
 
-    def partial_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
-        """A linear layer whose input is divided among ranks: the caller must add up the ranks' results."""
-        hidden = self.config.hidden_size
-        weight = self.matrix(f"{prefix}.weight", hidden, split.width, column_split=split)
+    def partial_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str, outputs: int = 0) -> Tensor:
+        """A linear layer whose input is divided among ranks: the caller must add up the ranks' results. outputs: 0 for
+        the hidden size.
+        """
+        outputs = outputs or self.config.hidden_size
+        weight = self.matrix(f"{prefix}.weight", outputs, split.width, column_split=split)
         name = f"{prefix}.bias"
-        added = self.weight(Weight(name, (Part(name, hidden),), first_rank_only=True)) if bias else None
+        added = self.weight(Weight(name, (Part(name, outputs),), first_rank_only=True)) if bias else None
         return self.linear(x, weight, added, out)
 
     def lora(self, y: Tensor, x: Tensor, target: int, block: int = 0, blocks: int = 1) -> Tensor:
@@ -509,7 +521,7 @@ class Graph:
     def qk_norm(self, qkv: Tensor, q_name: str, k_name: str) -> Tensor:
         """RMS norm of a row's queries as one vector, and of its keys as another, in place."""
         queries, keys = qkv.blocks[:2]
-        weights = [self.weight(Weight(name, (Part(name, block.width, block.split),)))
+        weights = [self.vector(name, block.width, block.split)
                    for name, block in ((q_name, queries), (k_name, keys))]
         self._op("qk_norm", (qkv, self.qk_square_sums(qkv)), (qkv,), weights, eps=self.config.rms_norm_eps,
                  q_width=queries.width, k_width=keys.width)
@@ -520,7 +532,7 @@ class Graph:
         block, = x.blocks
         sums = self.tensor("square_sums", (Block(2),), x.rows)
         self._op("qk_square_sums", (x,), (sums,))
-        weight = self.weight(Weight(name, (Part(name, block.width, block.split),)))
+        weight = self.vector(name, block.width, block.split)
         return self.op("qk_norm", x, self.all_reduce(sums), weights=(weight,), eps=self.config.rms_norm_eps,
                        q_width=block.width)
 
@@ -598,7 +610,7 @@ class Graph:
 
     def scale_by(self, x: Tensor, name: str) -> Tensor:
         """`x *= w` with the checkpoint's tensor `name` of one value."""
-        return self.op("scale", x, weights=(self.weight(Weight(name, (Part(name, 1),))),))
+        return self.op("scale", x, weights=(self.vector(name, 1),))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`x = cap * tanh(x / cap)`."""
@@ -672,7 +684,7 @@ class Graph:
         `prefix`.A_log and `prefix`.dt_bias.
         """
         heads = gates.blocks[0]
-        weights = tuple(self.weight(Weight(name, (Part(name, heads.width, heads.split),)))
+        weights = tuple(self.vector(name, heads.width, heads.split)
                         for name in (f"{prefix}.A_log", f"{prefix}.dt_bias"))
         return self.op("gated_delta", x, gates, weights=weights, out=out, blocks=x.blocks[2:], key_dim=key_dim,
                        value_dim=value_dim)
@@ -682,14 +694,14 @@ class Graph:
         `prefix`.A_log, `prefix`.dt_bias and `prefix`.D.
         """
         heads = steps.blocks[0]
-        weights = tuple(self.weight(Weight(name, (Part(name, heads.width, heads.split),)))
+        weights = tuple(self.vector(name, heads.width, heads.split)
                         for name in (f"{prefix}.A_log", f"{prefix}.dt_bias", f"{prefix}.D"))
         return self.op("ssd", x, steps, weights=weights, out="recalled", blocks=x.blocks[:1], state_dim=state_dim,
                        head_dim=head_dim, **limits)
 
     def gated_rms_norm(self, y: Tensor, gate: Tensor, name: str, head_dim: int) -> Tensor:
         """RMS norm of each head with the checkpoint's weight `name`, times silu(gate), in place."""
-        weight = self.weight(Weight(name, (Part(name, head_dim),)))
+        weight = self.vector(name, head_dim)
         return self.op("gated_rms_norm", y, gate, weights=(weight,), eps=self.config.rms_norm_eps, head_dim=head_dim,
                        gate="silu")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from allspark_server.models.blocks import linear_of_parts
 from allspark_server.models.fields import MAX_HEAD_DIM, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
+from allspark_server.models.graph import Block, Graph, Part, Tensor
 from allspark_server.models.network import MambaConfig
 from allspark_server.weights.shard import Split
 
@@ -51,7 +51,7 @@ def mamba_mixer(graph: Graph, x: Tensor, prefix: str, mamba: MambaConfig) -> Ten
     if groups == 1 and mamba.norm == "products":  # a norm over the heads of all ranks
         graph.whole_norm(y, norm)
     elif mamba.norm == "products":
-        weight = graph.weight(Weight(norm, (Part(norm, mamba.inner, inner),)))
+        weight = graph.vector(norm, mamba.inner, inner)
         graph.op("gated_rms_norm", y, gate, weights=(weight,), eps=graph.config.rms_norm_eps, head_dim=inner.size,
                  gate="silu", gate_first=1)
     return graph.row_parallel_linear(y, f"{prefix}.out_proj", inner, mamba.bias, out="branch")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from allspark_server.models.blocks import gated_mlp, output_projection, qkv_projection, sliced_qkv
+from allspark_server.models.blocks import dense, gated_mlp, output_projection, qkv_projection, sliced_qkv
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
+from allspark_server.models.graph import Block, Graph, Tensor, in_groups
 from allspark_server.models.network import EncoderConfig, ModelConfig, RopeConfig, VisionConfig
 from allspark_server.models.rotary import Rotary, rotary_of
 from allspark_server.weights.shard import Split
@@ -34,11 +34,11 @@ def _qwen(config: ModelConfig) -> Graph:
     vision = config.vision
     assert vision is not None
     graph = Graph(config)
-    _rotary_of_places(graph, config.head_dim)
+    frequencies = rotary_of(RopeConfig(), config.head_dim // 2).inv_freq   # of half a head, for both
+    _rotary_of_places(graph, [*frequencies, *frequencies])
     x = _embed_patches(graph, "patch_embed.proj", vision.patch_bias)
     if vision.side:
-        part = Part("pos_embed.weight", vision.side ** 2 * config.hidden_size)
-        graph.op("grid_embedding", x, weights=(graph.weight(Weight(part.tensor, (part,))),), side=vision.side)
+        _add_positions(graph, x, "pos_embed.weight", vision)
     merged: list[Tensor] = []
     for layer in range(config.num_layers):
         prefix = f"blocks.{layer}"
@@ -46,7 +46,7 @@ def _qwen(config: ModelConfig) -> Graph:
         qkv = graph.rope(sliced_qkv(graph, h, f"{prefix}.attn.qkv", bias=True))
         segments: dict[str, Any] = {"segments": 1} if vision.window and layer not in vision.whole else {}
         attended = graph.span_attention(qkv, layer, **segments)
-        graph.add(x, graph.row_parallel_linear(attended, f"{prefix}.attn.proj", graph.q_heads, True, out="branch"))
+        graph.add(x, output_projection(graph, attended, f"{prefix}.attn", "proj", bias=True))
         h = _norm(graph, x, f"{prefix}.norm2", vision)
         graph.add(x, _mlp(graph, h, f"{prefix}.mlp", vision))
         if layer in vision.taps:
@@ -58,30 +58,29 @@ def _qwen(config: ModelConfig) -> Graph:
     return graph
 
 
-def _rotary_of_places(graph: Graph, head_dim: int, theta: float = 10_000.0) -> None:
-    """A rotary embedding whose first half of the pairs turns with the height, and the second with the width, each with
-    the frequencies of half a head.
-    """
-    half = rotary_of(RopeConfig(theta=theta), head_dim // 2)
-    both = Rotary(head_dim, theta, [*half.inv_freq, *half.inv_freq])  # type: ignore[arg-type]
-    graph.rotary_table(both, temporal=0, height=head_dim // 4, width=head_dim // 4)
+def _rotary_of_places(graph: Graph, frequencies: list[float]) -> None:
+    """A rotary embedding whose first half of the pairs turns with the height, and the second with the width."""
+    pairs = len(frequencies)
+    rotary = Rotary(2 * pairs, graph.config.rope.theta, frequencies)  # type: ignore[arg-type]
+    graph.rotary_table(rotary, temporal=0, height=pairs // 2, width=pairs // 2)
 
 
 def _embed_patches(graph: Graph, name: str, bias: bool) -> Tensor:
-    hidden, vision = graph.config.hidden_size, graph.config.vision
+    vision = graph.config.vision
     assert vision is not None
-    patches = graph.given_rows(vision.patch)
-    weight = graph.matrix(f"{name}.weight", hidden, vision.patch)
-    added = graph.weight(Weight(f"{name}.bias", (Part(f"{name}.bias", hidden),))) if bias else None
-    return graph.linear(patches, weight, added, out="x")
+    return dense(graph, graph.given_rows(vision.patch), name, graph.config.hidden_size, "x", bias=bias)
+
+
+def _add_positions(graph: Graph, x: Tensor, name: str, vision: VisionConfig) -> None:
+    """Adds the table of positions."""
+    table = graph.vector(name, vision.side ** 2 * graph.config.hidden_size)
+    graph.op("grid_embedding", x, weights=(table,), side=vision.side)
 
 
 def _norm(graph: Graph, x: Tensor, name: str, vision: VisionConfig, out: str = "normed") -> Tensor:
     if vision.norm == "layer":
         return graph.layer_norm(x, name, out)
-    width = sum(block.width for block in x.blocks)
-    weight = graph.weight(Weight(f"{name}.weight", (Part(f"{name}.weight", width),)))
-    return graph.op("rms_norm", x, weights=(weight,), out=out, eps=graph.config.rms_norm_eps)
+    return graph.rms_norm(x, f"{name}.weight", out)
 
 
 def _mlp(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig) -> Tensor:
@@ -95,15 +94,9 @@ def _mlp(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig) -> Tensor:
 def _two_layers(graph: Graph, x: Tensor, first: str, last: str, inner: Split, activation: str, outputs: int,
                 out: str, *, bias: bool = True) -> Tensor:
     """last(activation(first(x))), the inner features divided among ranks."""
-    def added(name: str, part: Part, first_rank_only: bool = False) -> Weight | None:
-        return graph.weight(Weight(name, (part,), first_rank_only=first_rank_only)) if bias else None
-
-    columns = sum(block.width for block in x.blocks)
-    weight, name = graph.matrix(f"{first}.weight", inner.width, columns, row_split=inner), f"{first}.bias"
-    hidden = graph.linear(x, weight, added(name, Part(name, inner.width, inner)), out=f"{out}_inner")
-    weight, name = graph.matrix(f"{last}.weight", outputs, inner.width, column_split=inner), f"{last}.bias"
-    return graph.all_reduce(graph.linear(graph.activate(hidden, activation), weight,
-                                         added(name, Part(name, outputs), True), out=out))
+    weight, added = graph.sliced(first, (inner,), sum(block.width for block in x.blocks), bias)
+    hidden = graph.activate(graph.linear(x, weight, added, out=f"{out}_inner"), activation)
+    return graph.row_parallel_linear(hidden, last, inner, bias, out, outputs)
 
 
 def _merger(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig, after: bool = False) -> Tensor:
@@ -115,13 +108,8 @@ def _merger(graph: Graph, x: Tensor, prefix: str, vision: VisionConfig, after: b
     merged = graph.op("merge_rows", x, out="merged", blocks=(Block(width),), count=vision.merge, how="concat")
     if after:
         merged = graph.layer_norm(merged, f"{prefix}.{norm}", "merged_normed")
-    return _two_layers(graph, merged, f"{prefix}.{first}", f"{prefix}.{last}", _features(width), "gelu",
+    return _two_layers(graph, merged, f"{prefix}.{first}", f"{prefix}.{last}", in_groups(width), "gelu",
                        vision.outputs, f"{prefix}.rows" if after else "outputs")
-
-
-def _features(width: int) -> Split:
-    unit = next(unit for unit in (32, 16, 8, 4, 2, 1) if width % unit == 0)
-    return Split(width // unit, unit)
 
 
 # -- Pixtral, Mistral 3 ------------------------------------------------------------------------------------------------
@@ -133,8 +121,7 @@ def _pixtral(config: ModelConfig) -> Graph:
     assert vision is not None
     graph = Graph(config)
     frequencies = rotary_of(RopeConfig(theta=config.rope.theta), config.head_dim).inv_freq
-    both = Rotary(config.head_dim, config.rope.theta, [*frequencies[::2], *frequencies[1::2]])  # type: ignore[arg-type]
-    graph.rotary_table(both, temporal=0, height=config.head_dim // 4, width=config.head_dim // 4)
+    _rotary_of_places(graph, [*frequencies[::2], *frequencies[1::2]])
     x = _norm(graph, _embed_patches(graph, "patch_conv", False), "ln_pre", vision, out="rows")
     for layer in range(config.num_layers):
         prefix = f"transformer.layers.{layer}"
@@ -142,22 +129,16 @@ def _pixtral(config: ModelConfig) -> Graph:
         qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.attention", bias=False))
         graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.attention"))
         h = _norm(graph, x, f"{prefix}.ffn_norm", vision)
-        halves = (graph.intermediate, graph.intermediate)
-        weight, _ = graph.packed(f"{prefix}.feed_forward", ("gate_proj", "up_proj"), halves, config.hidden_size, False)
-        both_halves = graph.linear(h, weight, None, out="gate_up")
-        inner = graph.gelu_mul(both_halves) if vision.activation == "gelu" else graph.silu_mul(both_halves)
-        graph.add(x, graph.row_parallel_linear(inner, f"{prefix}.feed_forward.down_proj", graph.intermediate, False,
-                                               out="branch"))
+        graph.add(x, gated_mlp(graph, h, f"{prefix}.feed_forward", activation=vision.activation or "silu"))
     if vision.merge > 1:
-        x = graph.op("rms_norm", x, weights=(graph.weight(Weight("projector.norm.weight", (
-            Part("projector.norm.weight", config.hidden_size),))),), out="normed", eps=vision.merger_eps)
+        x = graph.rms_norm(x, "projector.norm.weight", eps=vision.merger_eps)
     width = config.hidden_size * vision.merge
     merged = graph.op("merge_rows", x, out="merged", blocks=(Block(width),), count=vision.merge, how="interleave")
     if vision.merge > 1:
-        name = "projector.patch_merger.merging_layer.weight"
-        merged = graph.linear(merged, graph.matrix(name, config.hidden_size, width), None, out="merged_rows")
+        merged = dense(graph, merged, "projector.patch_merger.merging_layer", config.hidden_size, "merged_rows",
+                       bias=False)
     graph.hidden_states(_two_layers(graph, merged, "projector.linear_1", "projector.linear_2",
-                                    _features(vision.outputs), "gelu", vision.outputs, "outputs",
+                                    in_groups(vision.outputs), "gelu", vision.outputs, "outputs",
                                     bias=vision.projector_bias))
     return graph
 
@@ -169,8 +150,7 @@ def _siglip(config: ModelConfig) -> Graph:
     assert vision is not None
     graph = Graph(config)
     x = _embed_patches(graph, "embeddings.patch_embedding", True)
-    part = Part("embeddings.position_embedding.weight", vision.side ** 2 * config.hidden_size)
-    graph.op("grid_embedding", x, weights=(graph.weight(Weight(part.tensor, (part,))),), side=vision.side)
+    _add_positions(graph, x, "embeddings.position_embedding.weight", vision)
     for layer in range(config.num_layers):
         prefix = f"encoder.layers.{layer}"
         h = graph.layer_norm(x, f"{prefix}.layer_norm1", "normed")
@@ -182,9 +162,8 @@ def _siglip(config: ModelConfig) -> Graph:
                                  config.hidden_size, "branch"))
     x = graph.layer_norm(x, "post_layernorm", "normed")
     merged = graph.op("merge_rows", x, out="merged", count=vision.merge, how="mean")
-    part = Part("projector.mm_soft_emb_norm.weight", config.hidden_size)
-    normed = graph.op("rms_norm", merged, weights=(graph.weight(Weight(part.tensor, (part,))),), out="merged_normed",
-                      eps=vision.merger_eps, unit_offset=1)
+    normed = graph.rms_norm(merged, "projector.mm_soft_emb_norm.weight", "merged_normed", eps=vision.merger_eps,
+                            unit_offset=1)
     weight = graph.matrix("projector.mm_input_projection_weight", vision.outputs, config.hidden_size)
     graph.hidden_states(graph.linear(normed, weight, None, out="outputs"))
     return graph
