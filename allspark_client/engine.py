@@ -17,7 +17,7 @@ from .fields import valid_unicode
 from .generation import Generation
 from .images import take_images, take_list
 from .queue import ResultQueue
-from .request import LARGE, RequestSpec
+from .request import RequestSpec
 from .tokens import as_token_ids
 from .types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
@@ -426,14 +426,14 @@ def _prompt(model_name: str, inputs: Any) -> RequestSpec:
         if (pair := inputs.get("text_pair")) is not None:
             spec.text_pair = _text(pair, "text_pair") if pair != "" else ""
     else:
-        messages, spec.images = take_images(inputs["messages"], inputs.get("images"))
+        messages, images = take_images(inputs["messages"], inputs.get("images"))
         spec.messages, spec.want_text = check_messages(messages), True
         options = {key: inputs[key] for key in _CHAT if inputs.get(key) is not None}
         if options:
             spec.chat = ChatOptions(**options).check()
     if spec.messages is None:
-        spec.images = take_list(inputs.get("images"))
-    spec.large = sum(len(image.content) for image in spec.images) > LARGE
+        images = take_list(inputs.get("images"))
+    spec.set_images(images)
     return spec
 
 

@@ -90,6 +90,11 @@ class RequestSpec:
     #: whether its message takes long to make, so that event loops leave that to a thread
     large: bool = False
 
+    def set_images(self, images: list[Image]) -> None:
+        """Sets the images of the prompt."""
+        self.images = images
+        self.large = sum(len(image.content) for image in images) > LARGE
+
     def set_prompt(self, ids: list[int]) -> None:
         """Replace the prompt by its ids. Text that another server renders or tokenizes again may give other ids."""
         self.input_ids, self.text, self.text_pair, self.messages = ids, None, None, None

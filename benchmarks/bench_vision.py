@@ -218,7 +218,8 @@ def compare(options: argparse.Namespace, directory: Path, folder: Path) -> None:
             stage = engine.served_model(form).input.images
             assert stage is not None
             if image is None:
-                _, (image,) = stage.read([START, PAD, END], [picture(options.side, 7)], LENGTH)
+                _, found_images = stage.read([START, PAD, END], [picture(options.side, 7)], LENGTH, "")
+                (image,) = found_images.inputs
             scopes = (f"round {i}" for i in range(options.rounds))  # rows are kept, but not for another scope
             runs[form] = timed(lambda encoder=stage.encoder, scopes=scopes:
                                encoder.request(next(scopes), image, lambda: True).result(WAIT))

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from ..images import ImageInput
     from ..runtime.tower import TowerRunner
-    from ..scheduler import Sequence
 
 #: seconds that a part of a step takes at most, about
 PART_SECONDS = 0.05
@@ -53,6 +52,7 @@ class _Job:
 
     key: tuple[str, bytes]
     image: ImageInput
+    order: _Order
     future: Future[np.ndarray] = field(default_factory=Future)
     wanted: list[Callable[[], bool]] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class ImageEncoder:
     of an image. `vision`: the tower's description.
     """
 
-    has_quarantined = has_others = False
+    has_quarantined = has_others = False    # images are not quarantined
     lost = False
 
     def __init__(self, model: str, tower: TowerRunner, most_bytes: int, wake: Callable[[Callable[[], None]], None]):
@@ -133,7 +133,7 @@ class ImageEncoder:
             if job is not None:
                 job.wanted.append(wanted)
                 return job.future
-            job = self._jobs[key] = _Job(key, image, wanted=[wanted])
+            job = self._jobs[key] = _Job(key, image, _Order.of(image, self.vision), wanted=[wanted])
         self._wake(lambda: self._queue.append(job))
         return job.future
 
@@ -151,14 +151,6 @@ class ImageEncoder:
             self._begin()
         return self._current.popleft() if self._current else None
 
-    def next_alone(self) -> Sequence | None:
-        """As of a model that samples: images are not quarantined."""
-        return None
-
-    def plan_alone(self, sequence: Sequence) -> EncoderStep | None:
-        """As of a model that samples."""
-        raise NotImplementedError
-
     @one_thread
     def complete(self, step: EncoderStep, result: Any, seconds: float) -> None:
         """Takes the results of the oldest running part, which took `seconds`."""
@@ -169,8 +161,7 @@ class ImageEncoder:
         hidden, begin = result.hidden, 0
         for job in step.jobs:
             rows = np.empty((job.image.tokens, hidden.shape[1]), np.float32)
-            order = _Order.of(job.image, self.vision)
-            rows[order.units] = hidden[begin:begin + job.image.tokens]
+            rows[job.order.units] = hidden[begin:begin + job.image.tokens]
             rows.flags.writeable = False
             begin += job.image.tokens
             self._keep(job, rows)
@@ -239,8 +230,8 @@ class ImageEncoder:
         new, work, span = [], [], 0
         sections: list[tuple[int, Any]] = []
         for slot, job in enumerate(jobs):
-            patches = job.image.patches
-            count, order = len(patches), _Order.of(job.image, self.vision)
+            patches, order = job.image.patches, job.order
+            count = len(patches)
             spans = list(range(span, span + -(-count // SPAN_SIZE)))
             span += len(spans)
             new.append(NewSlot(slot, np.zeros(count, np.int32), _SAMPLING))  # type: ignore[arg-type]

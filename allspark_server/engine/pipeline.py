@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from allspark_client.types import GenerateRequestStatus
 
 from ..runtime.group import Group
 from ..runtime.native import DeviceLost
-from ..scheduler import Sequence
 from .image_encoder import ImageEncoder
 from .served_model import ServedModel
 from .threads import one_thread
@@ -65,7 +65,7 @@ class Pipeline:
         for model in models:
             if len(self._running) >= self._group.depth:
                 break
-            submitted |= self._submit(model)
+            submitted |= self._submit(model, model.plan)
         if self._running and (len(self._running) >= self._group.depth or not submitted):
             self._collect()
             return True
@@ -87,13 +87,15 @@ class Pipeline:
         if others and time.monotonic() < self._alone_at:
             return False
         for model in models:
-            sequence = model.next_alone() if model.has_quarantined else None
+            if not isinstance(model, ServedModel) or not model.has_quarantined:
+                continue
+            sequence = model.next_alone()
             if sequence is None:
                 continue
             while self._running:
                 self._collect()
             began = time.monotonic()
-            done = self._submit(model, sequence)
+            done = self._submit(model, functools.partial(model.plan_alone, sequence))
             if done:
                 self._collect()
             now = time.monotonic()
@@ -102,9 +104,10 @@ class Pipeline:
                 return True
         return False
 
-    def _submit(self, model: Stepping, alone: Sequence | None = None) -> bool:
+    def _submit(self, model: Stepping, plan: Callable[[], Any]) -> bool:
+        """Submits the step that `plan` gives, if there is one."""
         try:
-            step = model.plan() if alone is None else model.plan_alone(alone)
+            step = plan()
             if step is None:
                 return False
             self._group.submit(model.name, step.encode())

@@ -22,7 +22,7 @@ from .image_encoder import ImageEncoder
 if TYPE_CHECKING:
     from allspark_client.images import Image
 
-    from ..images import EncodedImage, ImageProcessor
+    from ..images import ImageProcessor
 
 _NO_PATCHES = np.zeros((0, 0), np.float32)
 _MOST_SIZES = 10_000    # images whose sizes are kept
@@ -66,8 +66,7 @@ class ImageStage:
         """
         rows: dict[bytes, np.ndarray] = {}
 
-        def known(image: EncodedImage) -> ImageInput | None:
-            digest = self._processor.digest(image)
+        def known(digest: bytes) -> ImageInput | None:
             size = self._sizes.get(digest)
             if size is None or (kept := self.encoder.kept(scope, digest)) is None:
                 return None

@@ -86,7 +86,7 @@ async def read_images(call: Call, info: ModelInfo, spec: RequestSpec, bounds: Pr
     of_request = asyncio.Semaphore(OF_REQUEST)
     reads = [asyncio.ensure_future(_read(call, source, bounds or ProcessorKwargs(), of_request)) for source in sources]
     try:
-        spec.images = await asyncio.wait_for(asyncio.gather(*reads), ALL_SECONDS)
+        spec.set_images(await asyncio.wait_for(asyncio.gather(*reads), ALL_SECONDS))
     except asyncio.TimeoutError:
         late = next(source for source, read in zip(sources, reads) if read.cancelled())
         raise bad_value(late.place, f"the request's images did not arrive within {ALL_SECONDS:g} s") from None
@@ -95,7 +95,6 @@ async def read_images(call: Call, info: ModelInfo, spec: RequestSpec, bounds: Pr
             read.cancel()
     spec.messages = [{**message, "content": [_bare(part) for part in message["content"]]}
                      if isinstance(message.get("content"), list) else message for message in messages]
-    spec.large = sum(len(image.content) for image in spec.images) > LARGE
 
 
 def _bare(part: dict[str, Any]) -> dict[str, Any]:

@@ -17,17 +17,27 @@ SOFT_TOKENS = (70, 140, 280, 560, 1120)  # that Gemma 4 was trained with
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Gemma3Processor(ImageProcessor):
+class _GemmaProcessor(ImageProcessor):
+    """An image's ids are begin, tokens, end."""
+
+    begin: int
+    end: int
+
+    def sequence(self, image: ImageInput) -> list[int]:
+        """See ImageProcessor."""
+        return [self.begin, *[self.token] * image.tokens, self.end]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gemma3Processor(_GemmaProcessor):
     """`Gemma3ImageProcessor` of transformers, without pan and scan.
 
-    A chat has `begin` for an image, whose ids are begin, tokens, end, with an empty line before and after. `newlines`:
-    the ids of 1, 2, … newlines.
+    A chat has `begin` for an image. An empty line is before and after the image's ids, perhaps with further newlines.
+    `newlines`: the ids of 1, 2, … newlines.
     """
 
     height: int
     width: int
-    begin: int
-    end: int
     newlines: tuple[int, ...]
 
     @property
@@ -38,10 +48,6 @@ class Gemma3Processor(ImageProcessor):
     def size(self, height: int, width: int, image: EncodedImage) -> tuple[int, int]:
         """See ImageProcessor: the same for all."""
         return self.height, self.width
-
-    def sequence(self, image: ImageInput) -> list[int]:
-        """See ImageProcessor; without the empty lines, which may be part of others."""
-        return [self.begin, *[self.token] * image.tokens, self.end]
 
     def _replaced(self, ids: list[int], places: list[int], sequences: list[list[int]]) -> list[int]:
         begins, ends = [0, *(place + 1 for place in places)], [*places, len(ids)]
@@ -101,14 +107,12 @@ def _newlines(directory: Path) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Gemma4Processor(ImageProcessor):
+class Gemma4Processor(_GemmaProcessor):
     """`Gemma4ImageProcessor` of transformers. The values of a patch are in the order [row, column, channel]. They are
     from 0 to 1; the tower scales them.
     """
 
     soft_tokens: int
-    begin: int
-    end: int
 
     def size(self, height: int, width: int, image: EncodedImage) -> tuple[int, int]:
         """See ImageProcessor: the image's proportions with at most `soft_tokens` embedding rows."""
@@ -120,10 +124,6 @@ class Gemma4Processor(ImageProcessor):
         elif not columns:
             rows, columns = min(height // width, self.soft_tokens), 1
         return rows * side, columns * side
-
-    def sequence(self, image: ImageInput) -> list[int]:
-        """See ImageProcessor."""
-        return [self.begin, *[self.token] * image.tokens, self.end]
 
     def cut(self, pixels: np.ndarray) -> np.ndarray:
         """See ImageProcessor."""

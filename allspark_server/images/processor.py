@@ -130,22 +130,23 @@ class ImageProcessor(ABC):
         return hashlib.blake2b(hashlib.blake2b(image.content).digest() + options.encode(), digest_size=16).digest()
 
     def process(self, images: Sequence[EncodedImage], most_tokens: int | None = None,
-                known: Callable[[EncodedImage], ImageInput | None] = lambda image: None) -> list[ImageInput]:
+                known: Callable[[bytes], ImageInput | None] = lambda digest: None) -> list[ImageInput]:
         """Decodes and cuts the images of a request.
 
-        `most_tokens`: of all images together. `known`: what is taken for an image without decoding it; None if it must
-        be decoded. AllSparkError names the image that is wrong, or exceeds a limit, and why.
+        `most_tokens`: of all images together. `known`: what is taken for the image of a digest without decoding it;
+        None if it must be decoded. AllSparkError names the image that is wrong, or exceeds a limit, and why.
         """
         found: list[ImageInput] = []
         for number, image in enumerate(images, 1):
             left = None if most_tokens is None else most_tokens - sum(each.tokens for each in found)
             try:
-                found.append(known(image) or self._process(image, left))
+                digest = self.digest(image)
+                found.append(known(digest) or self._process(image, digest, left))
             except ValueError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"image {number} of the request {error}") from None
         return found
 
-    def _process(self, image: EncodedImage, most_tokens: int | None) -> ImageInput:
+    def _process(self, image: EncodedImage, digest: bytes, most_tokens: int | None) -> ImageInput:
         def size(height: int, width: int) -> tuple[int, int]:
             height, width = self.size(height, width, image)
             if most_tokens is not None and (tokens := height * width // side ** 2) > most_tokens:
@@ -155,7 +156,7 @@ class ImageProcessor(ABC):
         side = self.patch * self.merge
         pixels = self.decoder.decode(image.content, size, self.resample)
         grid = (1, pixels.shape[0] // self.patch, pixels.shape[1] // self.patch)
-        return ImageInput(self.digest(image), self.cut(pixels), grid, grid[1] * grid[2] // self.merge ** 2)
+        return ImageInput(digest, self.cut(pixels), grid, grid[1] * grid[2] // self.merge ** 2)
 
     def expand(self, ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
         """The ids of a prompt in which each placeholder is replaced by the ids of its image.

@@ -123,7 +123,7 @@ class ModelRunner:
         if model.opened.tower is not None and device.sees:
             self.tower = TowerRunner(config, model.opened.tower, self.rank, self.world, device,
                                      bool(model.graph.config.rope.sections))
-            self._check_images(self.tower)
+            self._check_images()
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
@@ -412,22 +412,26 @@ class ModelRunner:
             return config.max_step_tokens or max(step_tokens(config), config.engine_max_length)
         if config.max_step_tokens:
             return config.max_step_tokens
-        least = 0       # a step has all rows of an image that see each other, and a row of every other request
-        tower = self._model.graph.config.tower if self._model is not None else None
-        if tower is not None and tower.vision is not None and tower.vision.together:
-            least = tower.vision.tokens + config.engine_max_batch
+        least = self._least_rows()
         if config.engine_max_prefill_length:
             return max(config.engine_max_prefill_length + config.engine_max_batch, least)
         return max(step_tokens(config), 2 * config.engine_max_batch, least)
 
-    def _check_images(self, tower: TowerRunner) -> None:
+    def _least_rows(self) -> int:
+        """The least rows of a step: all of an image if they see each other, and one of every other request."""
+        tower = self._model.graph.config.tower if self._model is not None else None
+        if tower is None or tower.vision is None or not tower.vision.together:
+            return 0
+        return tower.vision.tokens + self.config.engine_max_batch
+
+    def _check_images(self) -> None:
         """Raises AllSparkError if steps have no room for an image whose rows see each other."""
-        least = tower.vision.tokens + self.config.engine_max_batch
-        if tower.vision.together and self._rows_of_step() < least:
+        least, batch = self._least_rows(), self.config.engine_max_batch
+        if self._rows_of_step() < least:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"max_step_tokens={self.config.max_step_tokens} of model {self.config.model_name!r}: a "
-                                f"step has all {tower.vision.tokens} rows of an image, and a row of each other request "
-                                f"(engine_max_batch={self.config.engine_max_batch}); set it to at least {least}")
+                                f"step has all {least - batch} rows of an image, and a row of each other request "
+                                f"(engine_max_batch={batch}); set it to at least {least}")
 
     def _check_rows(self, rows: int, most: int) -> None:
         """Raises AllSparkError if a step of the device cannot have so many rows."""

@@ -41,6 +41,7 @@ class PromptImages:
     positions: np.ndarray | None = None
     delta: int = 0
     together: bool = False
+
     def begin(self, slot: int) -> list[tuple[int, np.ndarray]]:
         """The plan's sections for a slot that the sequence enters."""
         sections = [] if self.positions is None else [positions_section(slot, self.positions, self.delta)]

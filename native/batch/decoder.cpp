@@ -5,7 +5,7 @@
 namespace as {
 
 StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
-  const Plan plan = Plan::parse(bytes, slots_.groups());
+  Plan plan = Plan::parse(bytes, slots_.groups());
   if (plan.parts > 1) return step_part(plan);
   next_part_ = 0;
   slots_.check(plan, drafter_ != nullptr);
@@ -27,7 +27,7 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   return output;
 }
 
-StepOutput Decoder::step_part(const Plan& plan) {
+StepOutput Decoder::step_part(Plan& plan) {
   if (drafter_) throw std::invalid_argument("step plan: a step with drafts does not run in parts");
   if (plan.part && (plan.part != next_part_ || plan.parts != parts_))
     throw std::invalid_argument(

@@ -58,7 +58,7 @@ class Decoder {
   void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
 
  private:
-  StepOutput step_part(const Plan& plan);
+  StepOutput step_part(Plan& plan);
 
   Runner& runner_;
   SpanStore* store_;

@@ -82,16 +82,10 @@ void parse_positions(Reader in, Plan& plan) {
   plan.positions.push_back({slot, delta, in.list(3 * count)});
 }
 
-// A section of segments: slot, then where each ends.
-void parse_segments(Reader in, Plan& plan) {
+// A section of segments or images: slot, then places.
+SlotPlaces parse_places(Reader in) {
   const int32_t slot = in.next();
-  plan.segments.push_back({slot, in.list((int32_t)(in.end - in.p))});
-}
-
-// A section of images: slot, then where each begins and ends.
-void parse_images(Reader in, Plan& plan) {
-  const int32_t slot = in.next();
-  plan.images.push_back({slot, in.list((int32_t)(in.end - in.p))});
+  return {slot, in.list((int32_t)(in.end - in.p))};
 }
 
 // A section that says which part of the step's ops is run: its number, and that of the parts.
@@ -114,11 +108,11 @@ void parse_section(int32_t kind, Reader in, Plan& plan) {
     case kStates:
       return parse_states(in, plan);
     case kSegments:
-      return parse_segments(in, plan);
+      return plan.segments.push_back(parse_places(in));
     case kPart:
       return parse_part(in, plan);
     case kImages:
-      return parse_images(in, plan);
+      return plan.images.push_back(parse_places(in));
     default:
       throw std::invalid_argument("step plan: a section of kind " + std::to_string(kind) +
                                   ", which this version does not have");

@@ -69,16 +69,10 @@ struct RotaryPositions {
   std::vector<int32_t> parts;  // [positions, 3]
 };
 
-// Positions of a slot's images, [begin, end) each, for attention in both directions within an image.
-struct SlotImages {
+// Positions of a slot's sequence between which attention is another.
+struct SlotPlaces {
   int32_t slot;
-  std::vector<int32_t> ranges;
-};
-
-// Where the segments of a slot's rows end, for attention within segments. The last one ends with the sequence.
-struct Segments {
-  int32_t slot;
-  std::vector<int32_t> ends;
+  std::vector<int32_t> places;
 };
 
 struct Plan {
@@ -90,8 +84,10 @@ struct Plan {
   std::vector<StateCopy> saved_states, loaded_states;
   std::vector<GivenRows> given;
   std::vector<RotaryPositions> positions;
-  std::vector<Segments> segments;
-  std::vector<SlotImages> images;
+  // Where the segments of a slot's rows end, for attention within segments. The last one ends with the sequence.
+  std::vector<SlotPlaces> segments;
+  // [begin, end) of each image of a slot, for attention in both directions within an image.
+  std::vector<SlotPlaces> images;
   // Part `part` of `parts` of the step's ops is run. The parts after the first one have no work of their own.
   int part = 0, parts = 1;
 

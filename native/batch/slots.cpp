@@ -4,6 +4,17 @@
 #include <stdexcept>
 
 namespace as {
+namespace {
+
+[[noreturn]] void refuse(int slot, const std::string& what) {
+  throw std::invalid_argument("step plan: slot " + std::to_string(slot) + " " + what);
+}
+
+bool enters(const Plan& plan, int slot) {
+  return std::any_of(plan.fresh.begin(), plan.fresh.end(), [&](const NewSequence& s) { return s.slot == slot; });
+}
+
+}  // namespace
 
 Slots::Slots(SlotLimits limits) : limits_(std::move(limits)), slots_(limits_.max_slots) { batch_.slots = &slots_; }
 
@@ -62,12 +73,6 @@ void Slots::check_spans(const Work& work, Outlook& slot) const {
 
 // Checks the rows and positions that the plan gives, against the slots as they are before its work.
 void Slots::check_given(const Plan& plan) const {
-  auto refuse = [](int slot, const std::string& what) {
-    throw std::invalid_argument("step plan: slot " + std::to_string(slot) + " " + what);
-  };
-  const auto enters = [&](int slot) {
-    return std::any_of(plan.fresh.begin(), plan.fresh.end(), [&](const NewSequence& s) { return s.slot == slot; });
-  };
   for (const GivenRows& given : plan.given) {
     if (given.width != limits_.given_width)
       refuse(given.slot, "is given rows of " + std::to_string(given.width) + " values, this program takes rows of " +
@@ -81,12 +86,12 @@ void Slots::check_given(const Plan& plan) const {
   }
   for (const RotaryPositions& given : plan.positions) {
     if (!limits_.rotary_parts) refuse(given.slot, "is given rotary positions, which this program does not have");
-    if (!enters(given.slot)) refuse(given.slot, "is given rotary positions, and does not enter in this step");
+    if (!enters(plan, given.slot)) refuse(given.slot, "is given rotary positions, and does not enter in this step");
   }
-  for (const Segments& given : plan.segments) {
-    if (!enters(given.slot)) refuse(given.slot, "is given segments, and does not enter in this step");
+  for (const SlotPlaces& given : plan.segments) {
+    if (!enters(plan, given.slot)) refuse(given.slot, "is given segments, and does not enter in this step");
     int last = 0;
-    for (int32_t end : given.ends)
+    for (int32_t end : given.places)
       if (end <= last)
         refuse(given.slot, "has a segment of positions " + std::to_string(last) + "..." + std::to_string(end));
       else last = end;
@@ -98,28 +103,22 @@ void Slots::check_given(const Plan& plan) const {
 
 // Checks the images that the plan gives, and that no chunk ends within an image whose rows see each other.
 void Slots::check_images(const Plan& plan) const {
-  auto refuse = [](int slot, const std::string& what) {
-    throw std::invalid_argument("step plan: slot " + std::to_string(slot) + " " + what);
-  };
-  const auto enters = [&](int slot) {
-    return std::any_of(plan.fresh.begin(), plan.fresh.end(), [&](const NewSequence& s) { return s.slot == slot; });
-  };
-  for (const SlotImages& given : plan.images) {
+  for (const SlotPlaces& given : plan.images) {
     if (!limits_.images) refuse(given.slot, "is given images, whose rows do not see each other in this program");
-    if (!enters(given.slot)) refuse(given.slot, "is given images, and does not enter in this step");
+    if (!enters(plan, given.slot)) refuse(given.slot, "is given images, and does not enter in this step");
     long last = -1;
-    for (size_t i = 0; i < given.ranges.size(); last = given.ranges[i++])
-      if (given.ranges[i] < last || (i % 2 && given.ranges[i] == last) || given.ranges[i] < 0 ||
-          given.ranges[i] > outlook_[given.slot].history)
-        refuse(given.slot, "has an image that begins or ends at " + std::to_string(given.ranges[i]));
-    if (given.ranges.size() % 2) refuse(given.slot, "has an image without an end");
+    for (size_t i = 0; i < given.places.size(); last = given.places[i++])
+      if (given.places[i] < last || (i % 2 && given.places[i] == last) || given.places[i] < 0 ||
+          given.places[i] > outlook_[given.slot].history)
+        refuse(given.slot, "has an image that begins or ends at " + std::to_string(given.places[i]));
+    if (given.places.size() % 2) refuse(given.slot, "has an image without an end");
   }
   for (const Work& w : plan.work) {
     const auto given = std::find_if(plan.images.begin(), plan.images.end(),
-                                    [&](const SlotImages& images) { return images.slot == w.slot; });
+                                    [&](const SlotPlaces& images) { return images.slot == w.slot; });
     static const std::vector<int32_t> none;
-    const std::vector<int32_t>& ranges = given != plan.images.end() ? given->ranges
-                                         : enters(w.slot)           ? none
+    const std::vector<int32_t>& ranges = given != plan.images.end() ? given->places
+                                         : enters(plan, w.slot)     ? none
                                                                     : slots_[w.slot].images;
     const long end = outlook_[w.slot].cached + w.rows;
     for (size_t i = 0; i < ranges.size(); i += 2)
@@ -227,7 +226,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
   if (limits_.images || !plan.images.empty()) check_images(plan);
 }
 
-void Slots::begin(const Plan& plan) {
+void Slots::begin(Plan& plan) {
   for (int i : plan.free) slots_[i].live = false;
   for (const NewSequence& s : plan.fresh) {
     Slot& slot = slots_[s.slot];
@@ -241,9 +240,9 @@ void Slots::begin(const Plan& plan) {
     slot.first = slot.cached = slot.drafted = s.cached;
   }
   for (const RotaryPositions& p : plan.positions) slots_[p.slot].parts = p.parts, slots_[p.slot].delta = p.delta;
-  for (const Segments& s : plan.segments) slots_[s.slot].segments = s.ends;
-  for (const SlotImages& s : plan.images) slots_[s.slot].images = s.ranges;
-  given_ = plan.given;
+  for (const SlotPlaces& s : plan.segments) slots_[s.slot].segments = s.places;
+  for (const SlotPlaces& s : plan.images) slots_[s.slot].images = s.places;
+  given_ = std::move(plan.given);
   batch_.saved_states = plan.saved_states, batch_.loaded_states = plan.loaded_states;
   pending_.clear();
   for (const Work& w : plan.work) {

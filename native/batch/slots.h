@@ -34,8 +34,9 @@ class Slots {
   void set_adapter(int index, bool loaded) { limits_.adapters.at(index) = loaded; }
   // Throws std::invalid_argument, and changes nothing, if the plan does not fit the state of the slots.
   void check(const Plan& plan, bool has_draft_model);
-  // Applies a checked plan to the slots and looks up drafts. A draft model appends its drafts afterwards.
-  void begin(const Plan& plan);
+  // Applies a checked plan to the slots and looks up drafts. A draft model appends its drafts afterwards. Takes the
+  // given rows out of the plan.
+  void begin(Plan& plan);
 
   // An item of the plan: `rows` rows of known ids up to position `end`, the last `outputs` of them with outputs,
   // followed by at most `drafts` drafts.

@@ -26,12 +26,15 @@ class MergeRows : public BoundOp {
 
  private:
   void merge(int first, float* y) const {
-    for (int c = 0; c < in_.width && mean_; c++) {
-      double sum = 0;
-      for (int i = 0; i < count_; i++) sum += in_.row(first + i)[c];
-      y[c] = (float)(sum / count_);
+    if (mean_) {
+      for (int c = 0; c < in_.width; c++) {
+        double sum = 0;
+        for (int i = 0; i < count_; i++) sum += in_.row(first + i)[c];
+        y[c] = (float)(sum / count_);
+      }
+      return;
     }
-    for (int i = 0; i < count_ && !mean_; i++) {
+    for (int i = 0; i < count_; i++) {
       const float* x = in_.row(first + i);
       if (!interleave_) std::copy_n(x, in_.width, y + (size_t)i * in_.width);
       else
