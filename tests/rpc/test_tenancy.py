@@ -36,10 +36,9 @@ class SlowInput:
     def __init__(self, core: FakeEngine):
         self.go, self.waiting, self._lock, self._tokenize = threading.Event(), 0, threading.Lock(), None
         stage = self.stage = core._models["m"].input
-        self._tokenize, stage.tokenize = stage.tokenize, self.tokenize
-        core._tokenize = self.tokenize
+        self._tokenize, stage._text_ids = stage._text_ids, self.tokenize
 
-    def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
+    def tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
         if spec.text is not None and spec.text.startswith("slow"):
             with self._lock:
                 self.waiting += 1
@@ -298,14 +297,14 @@ def test_time_of_refused_requests_counts(slow):
                 one.start_request("m", {"text": text}, {"max_new_tokens": 1})
             return time.monotonic() - began
 
-        def tokenize(spec: RequestSpec, bare: bool = False) -> list[int]:
+        def tokenize(spec: RequestSpec, bare: bool) -> list[int]:
             if spec.text.startswith("slow"):
                 time.sleep(0.3)
             if spec.text.startswith("slow refused"):
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "it takes long")
             return [1, 2]
 
-        slow.stage.tokenize = tokenize
+        slow.stage._text_ids = tokenize
         for _ in range(3):      # 0.3 s each, which count as 19 MiB
             one.start_request("m", {"text": "slow"}, {"max_new_tokens": 1})
         refused("slow refused")
