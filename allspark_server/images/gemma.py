@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -108,8 +108,8 @@ def _newlines(directory: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gemma4Processor(_GemmaProcessor):
-    """`Gemma4ImageProcessor` of transformers. The values of a patch are in the order [row, column, channel]. They are
-    from 0 to 1; the tower scales them.
+    """`Gemma4ImageProcessor` of transformers. The values of a patch are in the order [row, column, channel], and from
+    -1 to 1, as the first layer of its tower scales them.
     """
 
     soft_tokens: int
@@ -128,20 +128,30 @@ class Gemma4Processor(_GemmaProcessor):
     def cut(self, pixels: np.ndarray) -> np.ndarray:
         """See ImageProcessor."""
         parts = blocks(pixels, self.patch, self.merge).transpose(0, 2, 3, 1)
-        return np.ascontiguousarray(self.normalization.apply(parts, 3)).reshape(len(parts), -1)
+        rows = np.ascontiguousarray(self.normalization.apply(parts, 3)).reshape(len(parts), -1)
+        return np.multiply(np.subtract(rows, np.float32(0.5), out=rows), np.float32(2), out=rows)
+
+    def within(self, tokens: int) -> Gemma4Processor:
+        """See ImageProcessor."""
+        return replace(self, soft_tokens=min(self.soft_tokens, tokens))
+
+
+def soft_tokens(settings: Settings | None) -> int:
+    """The most embedding rows of an image of Gemma 4. `settings`: of its image processor, None for the default ones."""
+    most = 280 if settings is None else settings.number("max_soft_tokens", 280)
+    if settings is not None and most not in SOFT_TOKENS:
+        raise settings.fields.error("max_soft_tokens", f"is {most}: allowed are {SOFT_TOKENS}")
+    return most
 
 
 def read_gemma4(settings: Settings, config: Fields) -> Gemma4Processor:
     """The processor of a checkpoint of Gemma 4."""
     settings.refuse(do_resize=True)
-    soft_tokens = settings.number("max_soft_tokens", 280)
-    if soft_tokens not in SOFT_TOKENS:
-        raise settings.fields.error("max_soft_tokens", f"is {soft_tokens}: allowed are {SOFT_TOKENS}")
     patch, merge = settings.number("patch_size", 16), settings.number("pooling_kernel_size", 3)
     check_tower(config, patch_size=patch, pooling_kernel_size=merge)
     return Gemma4Processor(
         token=config.get("image_token_id", int, 258880), begin=config.get("boi_token_id", int, 255999),
-        end=config.get("eoi_token_id", int, 258882), soft_tokens=soft_tokens,
+        end=config.get("eoi_token_id", int, 258882), soft_tokens=soft_tokens(settings),
         patch=patch, merge=merge,
         normalization=settings.normalization([0.0] * 3, [1.0] * 3, normalizes=False),
         resample=settings.resample(BICUBIC)

@@ -1,9 +1,10 @@
-"""Gemma 4 (text): Gemma 3's layers with plain norms, and a factor for each layer's result.
+"""Gemma 4: Gemma 3's layers with plain norms, and a factor for each layer's result.
 
 Layers without a window have heads of their own size and number, values that are their keys before norm and rotation,
 and a rotary embedding of a part of each head's pairs. Values are normed. The last layers may read keys and values of
 earlier ones, and have wider MLPs. Small models have embeddings for every layer; the model with experts has them beside
-each dense MLP.
+each dense MLP. Rows of an image see each other in layers with a window, if at all; for every layer they have the
+embeddings of padding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from allspark_server.models.gemma import embedding_scale
 from allspark_server.models.graph import Graph, Tensor
 from allspark_server.models.network import ExpertConfig, FullHeads, LayerEmbeddings, ModelConfig
 from allspark_server.models.rope_fields import FULL, SLIDING
+from allspark_server.models.vision import gemma4_tower
 from allspark_server.weights.shard import Split
 
 _TABLE = "model.embed_tokens_per_layer.weight"
@@ -71,8 +73,11 @@ def _attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tensor:
         graph.head_norm(qkv, 1, f"{prefix}.k_norm.weight", dim)
         graph.head_norm(qkv, 2, head_dim=dim)
     blocks: dict[str, Any] = {"blocks": 1} if reads else {}
+    tower = config.tower and config.tower.vision
+    images: dict[str, Any] = {"images": 1} if tower and tower.together and window else {}
     graph.rope(qkv, head_dim=dim, **blocks, **({"table": LOCAL} if window else {}))
-    attended = graph.span_attention(qkv, layer, window=window, head_dim=dim, scale=1.0, out=f"{kind}attended")
+    attended = graph.span_attention(qkv, layer, window=window, head_dim=dim, scale=1.0, out=f"{kind}attended",
+                                    **images)
     return graph.row_parallel_linear(attended, f"{prefix}.o_proj", queries, config.attention_bias, out="branch")
 
 
@@ -93,7 +98,8 @@ def _layer_embeddings(graph: Graph, x: Tensor) -> Tensor:
     width = config.num_layers * sizes.dim
     rows = graph.vocab if sizes.vocab_size == config.vocab_size else Split(sizes.vocab_size)
     table = graph.matrix(_TABLE, sizes.vocab_size, width, row_split=rows)
-    own = graph.embedding(table, out="token_embeddings", scale=sizes.scale)
+    given: dict[str, Any] = {} if config.tower is None else {"given_id": sizes.padding}
+    own = graph.embedding(table, out="token_embeddings", scale=sizes.scale, **given)
     weight = graph.matrix("model.per_layer_model_projection.weight", width, config.hidden_size)
     y = graph.linear(x, weight, None, out="layer_embeddings")
     # The norm of x hidden_size^-0.5 is that of x with eps hidden_size.
@@ -154,8 +160,10 @@ def _gemma4(fields: Fields) -> dict[str, Any]:
         "wide_layers": reading if fields.get("use_double_wide_mlp", bool, False) else ()}
     if fields.get("hidden_size_per_layer_input", int):
         dim = fields.need_positive("hidden_size_per_layer_input", most=MAX_HEAD_DIM)
-        found["layer_embeddings"] = LayerEmbeddings(fields.need_positive("vocab_size_per_layer_input"), dim,
-                                                    embedding_scale(fields, dim))
+        size, padding = fields.need_positive("vocab_size_per_layer_input"), fields.get("pad_token_id", int, 0)
+        if not 0 <= padding < size:
+            raise fields.error("pad_token_id", f"is {padding}: it must be from 0 to {size - 1}")
+        found["layer_embeddings"] = LayerEmbeddings(size, dim, embedding_scale(fields, dim), padding)
     return found
 
 
@@ -213,12 +221,12 @@ _GEMMA4: dict[str, Any] = {
     "rope_theta": 1e6, "local_theta": 1e4, "rope_types": ("default", "proportional"), "experts": _routed,
     "more": _gemma4, "translate": _translate}
 _UNIFIED4 = {**_GEMMA4, "translate": _translate_unified}
-_PART = "Gemma 4 (text part of the multimodal models)"
 
 ARCHITECTURES = {
     "Gemma4ForCausalLM": Architecture(gemma4, "gemma4_text", "Gemma 4 (text)", **_GEMMA4),
     "Gemma4UnifiedForCausalLM": Architecture(gemma4, "gemma4_unified_text", "Gemma 4 (text)", **_UNIFIED4),
-    "Gemma4ForConditionalGeneration": Architecture(gemma4, "gemma4", _PART, stored_as="text_part", **_GEMMA4),
-    "Gemma4UnifiedForConditionalGeneration": Architecture(gemma4, "gemma4_unified", _PART, stored_as="text_part",
-                                                          **_UNIFIED4),
+    "Gemma4ForConditionalGeneration": Architecture(gemma4, "gemma4", "Gemma 4 that sees", tower=gemma4_tower,
+                                                   stored_as="text_part", **_GEMMA4),
+    "Gemma4UnifiedForConditionalGeneration": Architecture(
+        gemma4, "gemma4_unified", "Gemma 4 (text part of the unified models)", stored_as="text_part", **_UNIFIED4),
 }

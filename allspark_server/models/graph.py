@@ -301,7 +301,7 @@ class Graph:
     def without_images(self) -> Graph:
         """The same model for devices that take no images: rotary positions are numbers, as they are in texts."""
         left_out = {"rotary_table": {"temporal", "height", "width", "interleaved_sections"},
-                    "span_attention": {"images"}}
+                    "span_attention": {"images"}, "embedding": {"given_id"}}
         other = copy.copy(self)
         other.ops = [replace(op, attrs={name: value for name, value in op.attrs.items()
                                         if name not in left_out.get(op.type, ())})
@@ -440,8 +440,9 @@ class Graph:
         return self.op("all_reduce", x)
 
     def rms_norm(self, x: Tensor, name: str, out: str = "normed", **more: Any) -> Tensor:
-        """RMS norm of each row with the checkpoint's weight `name`."""
-        weight = self.vector(name, self.config.hidden_size)
+        """RMS norm of each row with the checkpoint's weight `name`, "" for none."""
+        width = self.config.hidden_size
+        weight = self.vector(name, width) if name else self.weight(Weight(f"ones.{width}", values=(1.0,) * width))
         return self.op("rms_norm", x, weights=(weight,), out=f"logit_{out}" if x.logit_rows else out,
                        **{"eps": self.config.rms_norm_eps, **more})
 
@@ -611,6 +612,10 @@ class Graph:
     def scale_by(self, x: Tensor, name: str) -> Tensor:
         """`x *= w` with the checkpoint's tensor `name` of one value."""
         return self.op("scale", x, weights=(self.vector(name, 1),))
+
+    def clamp(self, x: Tensor, low: str, high: str) -> Tensor:
+        """Each value within the checkpoint's limits, tensors of one value each."""
+        return self.op("clamp", x, weights=(self.vector(low, 1), self.vector(high, 1)))
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """`x = cap * tanh(x / cap)`."""

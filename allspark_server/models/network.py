@@ -207,12 +207,13 @@ class FullHeads:
 @dataclass(frozen=True)
 class LayerEmbeddings:
     """A table with an embedding of each token for every layer (Gemma 4's small models). dim: features of a layer.
-    scale: factor of the table's values.
+    scale: factor of the table's values. padding: the id whose embeddings rows of images have.
     """
 
     vocab_size: int
     dim: int
     scale: float
+    padding: int = 0
 
 
 @dataclass(frozen=True)
@@ -257,11 +258,14 @@ class VisionConfig:
     """What a vision tower has besides layers.
 
     patch: values of a patch. merge: adjacent rows that make an output. outputs: values of an output of the last layer.
-    side: rows of the square table of positions, 0 for none. taps: layers whose rows become outputs, too, beside those
+    side: rows of the square table of positions, or of each of two tables for width and height, of which the checkpoint
+    has `rows`; 0 for none. taps: layers whose rows become outputs, too, beside those
     of the last one (DeepStack). activation: of the MLP, for the op `activate`; "" for a gated MLP with SiLU. norm:
     "layer" or "rms". window: side of a window of attention in patches, 0 for none; whole: layers without windows.
     patch_bias, projector_bias: the embedding of patches, and the layers after the last one, have biases. merger_eps: of
-    the norm before rows are merged, where it is its own. tokens: outputs of each image, 0 if that depends on its size.
+    the norm before rows are merged, where it is its own. tokens: outputs of each image, 0 if that depends on its size;
+    most: outputs of the largest one then, 0 if that is not limited. clipped: inputs and outputs of the layers' products
+    have limits. standardized: merged rows have a shift and a factor for each value.
     together: in prompts, rows of an image see each other. family: the function of models/vision.py that builds it.
     """
 
@@ -278,6 +282,10 @@ class VisionConfig:
     projector_bias: bool = True
     merger_eps: float = 1e-6
     tokens: int = 0
+    most: int = 0
+    rows: int = 0
+    clipped: bool = False
+    standardized: bool = False
     together: bool = False
     family: str = "qwen"
 

@@ -10,9 +10,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from allspark_server.models.blocks import dense, gated_mlp, output_projection, qkv_projection, sliced_qkv
+from allspark_server.models.blocks import (
+    dense,
+    gated_mlp,
+    linear_of_parts,
+    of_each_head,
+    output_projection,
+    qkv_projection,
+    sliced_qkv,
+)
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE, Fields
-from allspark_server.models.graph import Block, Graph, Tensor, in_groups
+from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight, in_groups
 from allspark_server.models.network import EncoderConfig, ModelConfig, RopeConfig, VisionConfig
 from allspark_server.models.rotary import Rotary, rotary_of
 from allspark_server.weights.shard import Split
@@ -169,7 +177,107 @@ def _siglip(config: ModelConfig) -> Graph:
     return graph
 
 
-BUILDERS = {"qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip}
+# -- Gemma 4 -----------------------------------------------------------------------------------------------------------
+def _gemma4(config: ModelConfig) -> Graph:
+    """Gemma 4's tower: norms before and after attention and MLP and of each head, tables of positions for width and
+    height, and a rotary embedding of the width in a head's first half and of the height in the second. Rows are
+    averaged, normed and projected.
+    """
+    vision = config.vision
+    assert vision is not None
+    graph = Graph(config)
+    frequencies = rotary_of(RopeConfig(theta=config.rope.theta), config.head_dim // 2).inv_freq
+    _rotary_of_places(graph, [*frequencies, *frequencies])
+    x = _embed_patches(graph, "patch_embedder.input_proj", False)
+    name, width = "patch_embedder.position_embedding_table", config.hidden_size
+    parts = tuple(Part(name, vision.side * width, None, axis * vision.rows * width, 2 * vision.rows * width)
+                  for axis in (0, 1))
+    graph.op("grid_embedding", x, weights=(graph.weight(Weight(name, parts)),), side=vision.side, axes=1)
+    for layer in range(config.num_layers):
+        prefix = f"encoder.layers.{layer}"
+        y = _gemma4_attention(graph, x, prefix, layer)
+        graph.add(x, graph.rms_norm(y, f"{prefix}.post_attention_layernorm.weight", "branch_normed"))
+        y = _gemma4_mlp(graph, x, prefix)
+        graph.add(x, graph.rms_norm(y, f"{prefix}.post_feedforward_layernorm.weight", "branch_normed"))
+    merged = graph.scale(graph.op("merge_rows", x, out="merged", count=vision.merge, how="mean"), width ** 0.5)
+    if vision.standardized:
+        graph.op("standardize", merged, weights=(graph.vector("std_bias", width), graph.vector("std_scale", width)))
+    normed = graph.rms_norm(merged, "", "merged_normed")
+    graph.hidden_states(dense(graph, normed, "embed_vision.embedding_projection", vision.outputs, "outputs",
+                              bias=False))
+    return graph
+
+
+def _gemma4_attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tensor:
+    """Attention with its norm and its output projection.
+
+    A head's features are pairs (i, i + dim / 4) of its first half, then of its second one. Queries and keys have them
+    in another order, so that pairs are (i, i + dim / 2) of the whole head, those of the height first.
+    """
+    config, heads, dim = graph.config, graph.config.num_heads, graph.config.head_dim
+    order, quarter, own = (2, 0, 3, 1), dim // 4, f"{prefix}.self_attn"
+
+    def parts(name: str) -> tuple[Part, ...]:
+        tensor = f"{own}.{name}.linear.weight"
+        if name == "v_proj":
+            return of_each_head(tensor, heads, (dim,), 0)
+        of_quarter = [of_each_head(tensor, heads, (quarter,) * 4, index) for index in order]
+        return tuple(part for of_head in zip(*of_quarter) for part in of_head)
+
+    def project(*names: str, out: str) -> Tensor:
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        joined = tuple(part for name in names for part in parts(name))
+        blocks = tuple(Block(heads * dim, graph.q_heads) for _ in names)
+        if len(names) > 1:
+            return linear_of_parts(graph, h, f"{own}.{'+'.join(names)}.linear", joined, blocks, out)
+        _clip(graph, h, f"{own}.{names[0]}", "input")
+        return _clip(graph, linear_of_parts(graph, h, f"{own}.{names[0]}.linear", joined, blocks, out),
+                     f"{own}.{names[0]}", "output")
+
+    names = ("q_proj", "k_proj", "v_proj")
+    if graph.config.vision and graph.config.vision.clipped:
+        qkv = graph.concat(*(project(name, out=name) for name in names), out="qkv")
+    else:
+        qkv = project(*names, out="qkv")
+    for block, name in enumerate(("q_norm", "k_norm")):
+        weight = graph.weight(Weight(f"{own}.{name}.weight", tuple(
+            Part(f"{own}.{name}.weight", quarter, None, index * quarter, dim) for index in order)))
+        graph.op("head_norm", qkv, weights=(weight,), block=block, head_dim=dim, eps=config.rms_norm_eps)
+    graph.head_norm(qkv, 2)
+    attended = graph.span_attention(graph.rope(qkv), layer, scale=1.0)
+    return _clipped_output(graph, attended, f"{own}.o_proj", graph.q_heads)
+
+
+def _gemma4_mlp(graph: Graph, x: Tensor, prefix: str) -> Tensor:
+    """The MLP with its norm."""
+    own, hidden = f"{prefix}.mlp", graph.config.hidden_size
+    halves = []
+    if graph.config.vision and graph.config.vision.clipped:
+        for name in ("gate_proj", "up_proj"):
+            h = _clip(graph, graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight"), f"{own}.{name}", "input")
+            weight = graph.matrix(f"{own}.{name}.linear.weight", graph.config.intermediate_size, hidden,
+                                  row_split=graph.intermediate)
+            halves.append(_clip(graph, graph.linear(h, weight, None, out=name), f"{own}.{name}", "output"))
+        activated = graph.multiply(graph.activate(halves[0], "gelu_tanh"), halves[1])
+    else:
+        h = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight")
+        weight, _ = graph.packed(own, ("gate_proj.linear", "up_proj.linear"), (graph.intermediate,) * 2, hidden, False)
+        activated = graph.gelu_tanh_mul(graph.linear(h, weight, None, out="gate_up"))
+    return _clipped_output(graph, activated, f"{own}.down_proj", graph.intermediate)
+
+
+def _clip(graph: Graph, x: Tensor, name: str, end: str) -> Tensor:
+    """Clamps the input or output of the linear layer `name`, in place, if its checkpoint has limits."""
+    clipped = graph.config.vision is not None and graph.config.vision.clipped
+    return graph.clamp(x, f"{name}.{end}_min", f"{name}.{end}_max") if clipped else x
+
+
+def _clipped_output(graph: Graph, x: Tensor, name: str, split: Split) -> Tensor:
+    y = graph.row_parallel_linear(_clip(graph, x, name, "input"), f"{name}.linear", split, False, "branch")
+    return _clip(graph, y, name, "output")
+
+
+BUILDERS = {"qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip, "gemma4": _gemma4}
 
 
 def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
@@ -289,3 +397,39 @@ def siglip_tower(fields: Fields) -> ModelConfig:
     return tower_config("Gemma3ForConditionalGeneration", vision, hidden=hidden,
                         intermediate=_size(own, "intermediate_size", 3072),
                         layers=_size(own, "num_hidden_layers", 12, MAX_LAYERS), heads=heads, eps=eps)
+
+
+def gemma4_tower(fields: Fields) -> ModelConfig:
+    """The tower of a Gemma 4 checkpoint by its vision_config and the fields beside it. The largest image is that of its
+    image processor.
+    """
+    from allspark_server.images.gemma import soft_tokens
+    from allspark_server.images.settings import read_settings
+
+    own, text = fields.inner("vision_config"), fields.inner("text_config")
+    if own.get("hidden_activation", str, "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise own.error("hidden_activation", f"is {own.values['hidden_activation']!r}: only gelu_pytorch_tanh is "
+                                             "served")
+    hidden, heads = _size(own, "hidden_size", 768), _size(own, "num_attention_heads", 12)
+    if own.get("num_key_value_heads", int, heads) != heads:
+        raise own.error("num_key_value_heads", f"is {own.values['num_key_value_heads']}: only as many as "
+                                               f"num_attention_heads, {heads}, are served")
+    if own.get("attention_bias", bool, False):
+        raise own.error("attention_bias", "is true: only towers without biases are served")
+    head_dim = _size(own, "head_dim", 64, MAX_HEAD_DIM)
+    if head_dim % 4:
+        raise own.error("head_dim", f"is {head_dim}: it must be a multiple of 4")
+    rope = own.inner("rope_parameters", {})
+    if rope.get("rope_type", str, "axial") != "axial":
+        raise rope.error("rope_type", f"is {rope.values['rope_type']!r}: only 'axial' is served")
+    size, pool = _size(own, "patch_size", 16, 1024), _size(own, "pooling_kernel_size", 3, 16)
+    rows, most = _size(own, "position_embedding_size", 10_240), soft_tokens(read_settings(fields.path.parent))
+    vision = VisionConfig(
+        patch=3 * size * size, merge=pool * pool, outputs=_size(text, "hidden_size", 2304), rows=rows,
+        side=min(rows, most * pool, 4096), norm="rms", family="gemma4", most=most,
+        clipped=own.get("use_clipped_linears", bool, False), standardized=own.get("standardize", bool, False),
+        together=text.get("use_bidirectional_attention", str) == "vision")
+    return tower_config("Gemma4ForConditionalGeneration", vision, hidden=hidden,
+                        intermediate=_size(own, "intermediate_size", 3072), head_dim=head_dim,
+                        layers=_size(own, "num_hidden_layers", 16, MAX_LAYERS), heads=heads,
+                        eps=own.get("rms_norm_eps", float, 1e-6), theta=rope.get("rope_theta", float, 100.0))

@@ -419,10 +419,9 @@ class ModelRunner:
 
     def _least_rows(self) -> int:
         """The least rows of a step: all of an image if they see each other, and one of every other request."""
-        tower = self._model.graph.config.tower if self._model is not None else None
-        if tower is None or tower.vision is None or not tower.vision.together:
+        if self.tower is None or not self.tower.vision.together:
             return 0
-        return tower.vision.tokens + self.config.engine_max_batch
+        return self.tower.tokens + self.config.engine_max_batch
 
     def _check_images(self) -> None:
         """Raises AllSparkError if steps have no room for an image whose rows see each other."""

@@ -38,7 +38,8 @@ class TowerRunner:
         vision = opened.graph.config.vision
         assert vision is not None
         self.vision, self.rotary_parts = vision, rotary_parts
-        self.tokens = vision.tokens or min(config.max_image_tokens or MAX_IMAGE_TOKENS, config.engine_max_length)
+        most = config.max_image_tokens or MAX_IMAGE_TOKENS
+        self.tokens = vision.tokens or min(most, config.engine_max_length, vision.most or most)
         self.rows = self.tokens * vision.merge
         own = copy.copy(config)
         own.weight_dtype, own.weight_group_size = config.vision_weight_dtype, 0

@@ -314,10 +314,11 @@ class TextPartWithExperts(TextPart):
 
 class VisionPart(Renamed):
     """The vision tower of a multimodal checkpoint. The convolution that embeds patches is a matrix; what Gemma 3
-    multiplies from the left is transposed.
+    multiplies from the left is transposed; a single value is a vector.
     """
 
-    PREFIXES = (("visual.", ""), ("vision_tower.", ""), ("multi_modal_projector.", "projector."))
+    PREFIXES = (("visual.", ""), ("vision_tower.", ""), ("multi_modal_projector.", "projector."),
+                ("embed_vision.", "embed_vision."))
     CONVOLUTIONS = ("patch_embed.proj.weight", "patch_conv.weight", "embeddings.patch_embedding.weight")
     TRANSPOSED = ("projector.mm_input_projection_weight",)
 
@@ -334,6 +335,9 @@ class VisionPart(Renamed):
         if name in self.TRANSPOSED:
             return dataclasses.replace(tensor, shape=tensor.shape[::-1], data=None if tensor.data is None else
                                        np.ascontiguousarray(tensor.data.T))
+        if not tensor.shape:
+            return dataclasses.replace(tensor, shape=(1,), data=None if tensor.data is None else
+                                       tensor.data.reshape(1))
         if name not in self.CONVOLUTIONS or len(tensor.shape) < 3:
             return tensor
         shape = tensor.shape[0], math.prod(tensor.shape[1:])

@@ -66,7 +66,8 @@ int Model::merged_rows() const {
 int Model::given_width() const {
   int width = 0;
   for (const OpNode& op : program_.ops()) {
-    if (op.is(Op::given_rows) || op.is(Op::embedding)) width = std::max(width, program_.out(op).width);
+    const bool passes = op.is(Op::embedding) && op.integer("given_id") < 0;
+    if (op.is(Op::given_rows) || passes) width = std::max(width, program_.out(op).width);
     if (op.is(Op::add_given)) width = std::max(width, op.integer("offset") + program_.in(op).width);
   }
   return width;

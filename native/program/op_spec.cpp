@@ -113,7 +113,7 @@ void check_position_embedding(const Program& p, const OpNode& op) {
 void check_grid_embedding(const Program& p, const OpNode& op) {
   const long side = op.integer("side");
   if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have a row for each token");
-  vector_is(p, op, 0, side * side * p.in(op).width);
+  vector_is(p, op, 0, (op.flag("axes") ? 2 : side) * side * p.in(op).width);
 }
 
 void check_rms_norm(const Program& p, const OpNode& op) {
@@ -305,6 +305,14 @@ void check_multiply(const Program& p, const OpNode& op) {
 
 void check_scale(const Program& p, const OpNode& op) {
   if (op.weights.size()) vector_is(p, op, 0, 1);
+}
+
+void check_clamp(const Program& p, const OpNode& op) {
+  for (int i = 0; i < 2; i++) vector_is(p, op, i, 1);
+}
+
+void check_standardize(const Program& p, const OpNode& op) {
+  for (int i = 0; i < 2; i++) vector_is(p, op, i, p.in(op).width);
 }
 
 void check_concat(const Program& p, const OpNode& op) {

@@ -12,17 +12,19 @@ OP(rotary_table, kNone, kNone, {1, 2}, false, RowRule::none,
     counted("temporal"), counted("height"), counted("width"), flag("interleaved_sections"), flag("long_table")},
    check_rotary_table, cost_rotary_table)
 // Scaled rows of a table; zeros for ids of other ranks. Of rows that the plan gives, the first columns are passed
-// through, on rank 0.
+// through, on rank 0; or, with a given_id, they have the row of that id.
 OP(embedding, kNone, kOne, kOne, false, RowRule::all,
-   {number_or("scale", 1), of_rank("vocab_begin", RankRule::weight_begin)}, check_embedding, cost_embedding)
+   {number_or("scale", 1), within(whole_or("given_id", -1), -1, kLargestCount), of_rank("vocab_begin", RankRule::weight_begin)}, check_embedding, cost_embedding)
 // The rows that the plan gives: patches of images, for example. Zeros where it gives none.
 OP(given_rows, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, each_value<0>)
 // Adds columns [offset, offset + width) of the rows that the plan gives; other rows do not change.
 OP(add_given, kOne, kOne, kNone, true, RowRule::as_input, {counted("offset")}, check_all_rows, each_value<1>)
 // Adds a table [side * side, width], interpolated bilinearly: the height and width of the row's rotary position, of an
-// image as large as those of the sequence's rows say, are stretched over the side, corners over corners.
-OP(grid_embedding, kOne, kOne, kOne, true, RowRule::as_input, {within(whole("side"), 1, 4096)}, check_grid_embedding,
-   each_value<8>)
+// image as large as those of the sequence's rows say, are stretched over the side, corners over corners. axes: the table
+// is [2, side, width]; the row of the width in its first half is added, and that of the height in the second, the last
+// ones beyond it.
+OP(grid_embedding, kOne, kOne, kOne, true, RowRule::as_input, {within(whole("side"), 1, 4096), flag("axes")},
+   check_grid_embedding, each_value<8>)
 // Adds a row of a table of positions: that of the row's position + offset, or the last one beyond it. Then, if there is a second table of segments,
 // a row of that one: row 1 for what follows the sequence's first `separator`, row 0 up to it.
 OP(position_embedding, kOne, kOne, {1, 2}, true, RowRule::as_input,
@@ -133,6 +135,10 @@ OP(add, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>
 OP(multiply, kTwo, kOne, kNone, true, RowRule::as_input, {counted("offset")}, check_multiply, cost_multiply)
 // x * factor, times the one value of the weight, if there is one.
 OP(scale, kOne, kOne, {0, 1}, true, RowRule::as_input, {number_or("factor", 1)}, check_scale, each_value<1>)
+// Each value, but no less than the one value of the first weight and no more than that of the second.
+OP(clamp, kOne, kOne, kTwo, true, RowRule::as_input, {}, check_clamp, each_value<2>)
+// Each row, less the first weight, times the second.
+OP(standardize, kOne, kOne, kTwo, true, RowRule::as_input, {}, check_standardize, each_value<2>)
 // cap * tanh(x / cap)
 OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},
    check_nothing, each_value<3>)

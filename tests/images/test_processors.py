@@ -8,7 +8,10 @@ import pytest
 import tokenizers
 import torch
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -139,7 +142,13 @@ def test_gemma4(rng, read, monkeypatch, settings):
         assert found.grid == (1, height, width) and found.tokens == expected["num_soft_tokens_per_image"][0]
         pixels = np.array([[known[x, y] for x in range(width)] for y in range(height)])
         rows = rows_of(pixels.transpose(2, 0, 1), found.grid, 1, 3)
-        np.testing.assert_allclose(found.patches, rows[:, :, 0, 0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(found.patches, 2 * (rows[:, :, 0, 0] - 0.5), rtol=1e-6, atol=1e-6)
+        assert processor.within(9).size(*size[::-1], None) == size_within(*size, 9)
+
+
+def size_within(width, height, tokens):
+    """The size in pixels of an image of Gemma 4 with as many tokens."""
+    return get_aspect_ratio_preserving_size(height, width, 16, 9 * tokens, 3)
 
 
 def test_qwens_limits_of_pixels(rng, read):

@@ -169,6 +169,23 @@ def test_the_text_of_a_model_that_sees(family, tmp_path, caplog):
     assert "does not use" not in caplog.text
 
 
+@pytest.mark.parametrize("change, problem", [
+    ({"hidden_activation": "silu"}, "'vision_config.hidden_activation'.* is 'silu': only gelu_pytorch_tanh is served"),
+    ({"num_key_value_heads": 1}, "'vision_config.num_key_value_heads'.* is 1: only as many as num_attention_heads, 2"),
+    ({"attention_bias": True}, "'vision_config.attention_bias'.* is true: only towers without biases"),
+    ({"head_dim": 10}, "'vision_config.head_dim'.* is 10: it must be a multiple of 4"),
+    ({"rope_parameters": {"rope_type": "default"}}, "'vision_config.rope_parameters.rope_type'.* is 'default': only"),
+    ({"position_embedding_size": 0}, "'vision_config.position_embedding_size'.* is 0: it must be positive"),
+])
+def test_towers_that_are_refused(change, problem, tmp_path):
+    vision = {**TOWERS["Gemma4"]["vision_config"], **change}
+    values = {"architectures": ["Gemma4ForConditionalGeneration"], "vision_config": vision, "text_config": {
+        **json.loads((checkpoint("gemma4-small") / "config.json").read_text()), "architectures": None}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(AllSparkError, match=problem):
+        read_config(tmp_path)
+
+
 # -- what the graph holds ----------------------------------------------------------------------------------------------
 def test_adapters_may_change_every_projection():
     graph, targets = with_adapters(open_model(str(checkpoint("gemma4"))).graph)

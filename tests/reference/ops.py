@@ -217,9 +217,12 @@ def embedding(rank, op, x, w):
     attrs, out = op["attributes"], np.zeros((len(rank.batch.rows), w[0].shape[1]))
     for y, row in zip(out, rank.batch.rows):
         given, local = rank.slots[row.slot].embeddings.get(row.position), row.token - attrs["vocab_begin"]
-        if given is not None:
+        if given is not None and attrs["given_id"] < 0:
             y[:] = given[:len(y)] if rank.number == 0 else 0
-        elif 0 <= local < len(w[0]):
+            continue
+        if given is not None:
+            local = attrs["given_id"] - attrs["vocab_begin"]
+        if 0 <= local < len(w[0]):
             y[:] = w[0][local] * attrs["scale"]
     return out
 
@@ -245,11 +248,14 @@ def add_given(rank, op, x, w):
 @op
 def grid_embedding(rank, op, x, w):
     side, width, out = op["attributes"]["side"], x[0].shape[1], x[0].copy()
-    table = w[0].reshape(side, side, width)
+    table = w[0].reshape(-1, side, width)
     for item in rank.batch.items:
         rows = [i for i, row in enumerate(rank.batch.rows) if row.slot == item.slot]
         parts = np.array([rank.slots[item.slot].parts(rank.batch.rows[i].position) for i in rows])
         for i, place in zip(rows, parts):
+            if op["attributes"]["axes"]:
+                out[i] += table[0, min(place[2], side - 1)] + table[1, min(place[1], side - 1)]
+                continue
             lows, shares = [], []
             for axis in (1, 2):
                 at = np.linspace(0, side - 1, parts[:, axis].max() + 1, dtype=np.float32)[place[axis]]
@@ -258,6 +264,16 @@ def grid_embedding(rank, op, x, w):
                 share = abs(1 - dy - shares[0]) * abs(1 - dx - shares[1])
                 out[i] += share * table[min(lows[0] + dy, side - 1), min(lows[1] + dx, side - 1)]
     return out
+
+
+@op
+def clamp(rank, op, x, w):
+    return np.clip(x[0], w[0], w[1])
+
+
+@op
+def standardize(rank, op, x, w):
+    return (x[0] - w[0]) * w[1]
 
 
 @op

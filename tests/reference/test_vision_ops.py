@@ -117,6 +117,39 @@ def test_grid_embedding(side):
     compare(own, Images(((2, 2), (2, 14), (8, 16))))
 
 
+@pytest.mark.parametrize("side", [1, 7, 16])
+def test_tables_of_rows_and_columns(side):
+    """Gemma 4's: places beyond a table's last row have that one."""
+    own = toy()
+    x = given(own)
+    attended_once(own, x)
+    own.op("grid_embedding", (x,), None, (own.vector(2 * side * WIDTH),), side=side, axes=True)
+    merged(own, x)
+    compare(own, Images(((2, 2), (2, 14), (8, 16))))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_limits_shifts_and_factors_of_values(threads):
+    own = toy()
+    x = given(own)
+    attended_once(own, x)
+    own.op("clamp", (x,), None, (own.vector([-0.5]), own.vector([1.25])))
+    own.op("standardize", (x,), None, (own.vector(WIDTH), own.vector(WIDTH)))
+    merged(own, x)
+    compare(own, Images(), threads=threads)
+
+
+def test_limits_that_limit_nothing_and_values_that_are_no_numbers():
+    own, images = toy(), Images(((2, 2),))
+    x = given(own)
+    attended_once(own, x)
+    own.op("clamp", (x,), None, (own.vector([-np.inf]), own.vector([np.inf])))
+    merged(own, x)
+    images.patches[0][0, :3] = np.nan, np.inf, -np.inf
+    found = outputs_of(built(own), images.step([0]))
+    np.testing.assert_array_equal(found.reshape(-1), images.patches[0].reshape(-1))
+
+
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("heads", [(1, 1, 8), (3, 3, 20), (4, 2, 36)])
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -164,6 +197,7 @@ def test_rotary_parts_of_prompts_with_images(interleaved):
     own = Toy(SEED)
     own.rotary(16, temporal=4, height=2, width=2, interleaved_sections=interleaved)
     x = own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)))
+    own.op("add", (x, own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)), given_id=5, scale=0.5)))
     for offset in (31, 62):
         own.op("add_given", (x,), None, offset=offset)
     qkv = own.op("linear", (x,), 4 * 16, (own.matrix(4 * 16, 31),))

@@ -16,8 +16,8 @@ from allspark_server.runtime import digest, sampler_digest
 from allspark_server.runtime.plan import SamplingParams
 
 # Of images, which no case of the digest has yet: ops and attributes of towers and of positions of three numbers.
-OF_IMAGES = {"given_rows", "add_given", "grid_embedding", "merge_rows"}
-ABSENT = {("span_attention", "segments"), ("span_attention", "images"),
+OF_IMAGES = {"given_rows", "add_given", "grid_embedding", "merge_rows", "clamp", "standardize"}
+ABSENT = {("span_attention", "segments"), ("span_attention", "images"), ("embedding", "given_id"),
           *(("rotary_table", name) for name in ("temporal", "height", "width", "interleaved_sections"))}
 ABSENT_CHOICES = {"quick_gelu"}
 # Which place in memory is used, not what is computed.

@@ -28,7 +28,7 @@ def rows(driver: Driver, encoder: ImageEncoder, images, parts: int) -> list[byte
 
 
 @pytest.mark.timeout(60)    # ranks that cut a step at different ops wait for each other
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", "gemma4", "gemma4-small"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_parts(name, world):
     directory = checkpoint(name)

@@ -522,7 +522,7 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if family == "gemma4_text" and ("q_norm" in name or "k_norm" in name):  # its scores have no scale
+            if family.startswith("gemma4") and ("q_norm" in name or "k_norm" in name):  # its scores have no scale
                 normal(parameter, 0.1, parameter.shape[0] ** -0.25)
             elif "norm" in name:
                 normal(parameter, 0.2, 0.0 if offset and "linear_attn" not in name else 1.0)
@@ -540,6 +540,8 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
                 normal(parameter, 0.3, 1.0)
             elif family == "gpt_oss" and "experts" in name:  # [experts, inputs, outputs]
                 normal(parameter, 1.3 * parameter.shape[1] ** -0.5)
+            elif name.endswith("position_embedding_table"):
+                normal(parameter, 0.5)
             elif "embed_tokens" in name or "embeddings" in name:
                 normal(parameter, 0.5 * (parameter.shape[-1] ** -0.5 if gemma else 1.0))  # which Gemma scales
             elif parameter.dim() > 3:  # a convolution over patches
@@ -551,6 +553,10 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
                 normal(buffer, 0.2)
             elif name.endswith("layer_scalar"):
                 normal(buffer, 0.2, 0.8)
+            elif name.endswith(("_min", "_max")):   # of the values of a layer that is clipped
+                normal(buffer, 0.3, -1.2 if name.endswith("_min") else 1.2)
+            elif name.endswith(("std_bias", "std_scale")):
+                normal(buffer, 0.3, 1.0 if name.endswith("scale") else 0.2)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -15,8 +15,10 @@ import transformers
 from PIL import Image as Pillow
 
 from allspark_client.images import Image
+from allspark_server.engine.image_encoder import _Order
 from allspark_server.images import ImageInput, read_processor
-from support.checkpoints import VOCAB, _root, randomize
+from allspark_server.models.network import VisionConfig
+from support.checkpoints import GEMMA4, VOCAB, _root, randomize
 from support.tiny_tokenizer import add_tokenizer
 
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]", "\n", "\n\n")
@@ -36,6 +38,8 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     "pixtral": {"image_processor_type": "PixtralImageProcessor", "patch_size": {"height": 6, "width": 6},
                 "size": {"longest_edge": 200}},
     "gemma": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 96, "width": 96}},
+    "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 6, "max_soft_tokens": 70,
+               "pooling_kernel_size": 3},
 }
 
 
@@ -47,6 +51,9 @@ def _rope(sections: list[int], head_dim: int, **more: Any) -> dict[str, Any]:
 _MISTRAL = {**_TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None}
 _PIXTRAL = {"model_type": "pixtral", "hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3,
             "intermediate_size": 99, "head_dim": 24, "patch_size": 6, "image_size": 240}
+
+_GEMMA4 = {"hidden_size": 68, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3,
+           "intermediate_size": 99, "head_dim": 20, "patch_size": 6, "position_embedding_size": 300}
 
 #: by name: the model's type, its class, and the fields of its config.json
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -86,18 +93,32 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "vision_config": {"hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 99,
                           "patch_size": 6, "image_size": 96, "vision_use_head": False},
         "mm_tokens_per_image": 16}),
+    # As the 31B model: rows of an image see each other in layers with a window, which may be less than the image.
+    "gemma4": ("gemma4", "Gemma4ForConditionalGeneration", {
+        "text_config": {**GEMMA4["gemma4"].fields, "vocab_size": VOCAB, "use_bidirectional_attention": "vision"},
+        "vision_config": {**_GEMMA4, "standardize": True}, "audio_config": None}),
+    # As the E2B model: embeddings for every layer, and limits of values.
+    "gemma4-small": ("gemma4", "Gemma4ForConditionalGeneration", {
+        "text_config": {**GEMMA4["gemma4-small"].fields, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB,
+                        "pad_token_id": 1},
+        "vision_config": {**_GEMMA4, "use_clipped_linears": True}, "audio_config": None}),
 }
+#: the models in which rows of an image see each other
+TOGETHER = ("gemma3", "gemma4")
 
 
 @functools.lru_cache(None)
 def checkpoint(name: str) -> Path:
     """Writes a checkpoint of CONFIGS with tokenizer, template and image processor; returns its directory."""
     kind, architecture, fields = CONFIGS[name]
-    family = "qwen" if kind.startswith("qwen") else "gemma" if kind.startswith("gemma") else "pixtral"
+    family = {"gemma3": "gemma", "gemma4": "gemma4"}.get(kind, "qwen" if kind.startswith("qwen") else "pixtral")
     marks = _IDS if family == "qwen" else {"image_token_index": PAD}
     if family == "gemma":
         marks |= {"boi_token_index": START, "eoi_token_index": END}
-    config = transformers.AutoConfig.for_model(kind, **fields, **marks, tie_word_embeddings=family == "gemma")
+    elif family == "gemma4":
+        marks = {"boi_token_id": START, "eoi_token_id": END, "image_token_id": PAD, "video_token_id": VOCAB,
+                 "audio_token_id": VOCAB}
+    config = transformers.AutoConfig.for_model(kind, **fields, **marks, tie_word_embeddings="gemma" in family)
     model = getattr(transformers, architecture)(config).eval()
     randomize(model, kind, zlib.crc32(name.encode()))
     directory = _root() / f"vision-{name}"
@@ -105,16 +126,17 @@ def checkpoint(name: str) -> Path:
     add_tokenizer(directory, VOCAB, MARKS)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
-    (directory / "preprocessor_config.json").write_text(json.dumps(
-        {**_PROCESSORS[family], "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    normalization = {} if family == "gemma4" else {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (directory / "preprocessor_config.json").write_text(json.dumps({**_PROCESSORS[family], **normalization}))
     return directory
 
 
 def placed(name: str, ids: list[int]) -> list[int]:
     """The ids of a prompt whose images are written as START, PAD, END, as the processor of a checkpoint takes them: a
-    template of Gemma has START alone.
+    template of Gemma 3 has START alone, and one of Gemma 4 PAD.
     """
-    return [i for i in ids if i not in (PAD, END)] if name.startswith("gemma") else ids
+    left_out = (PAD, END) if name == "gemma3" else (START, END) if name.startswith("gemma4") else ()
+    return [i for i in ids if i not in left_out]
 
 
 def picture(height: int, width: int, seed: int = 0) -> Image:
@@ -133,7 +155,7 @@ class Reference:
         self.model = getattr(transformers, CONFIGS[name][1]).from_pretrained(directory, dtype=torch.float32).eval()
         found = read_processor(directory, json.loads((directory / "config.json").read_text()))
         assert found is not None
-        self.processor, self._name = found, name
+        self.processor, self._name, self._vision = found, name, VisionConfig(0, found.merge ** 2, 0)
 
     def inputs(self, ids: list[int], images: list[Image]) -> dict[str, torch.Tensor]:
         """The arguments of the model for a prompt, whose images are expanded already."""
@@ -144,6 +166,15 @@ class Reference:
             given["pixel_values"] = torch.from_numpy(np.concatenate([image.patches for image in found]))
             given["image_grid_thw"] = torch.tensor([image.grid for image in found])
             return given
+        if self._name.startswith("gemma4"):
+            given["mm_token_type_ids"] = (given["input_ids"] == PAD).to(torch.int32)
+            most = self.processor.soft_tokens * self.processor.merge ** 2
+            patches = np.zeros((len(found), most, found[0].patches.shape[1]), np.float32)
+            places = np.full((len(found), most, 2), -1)
+            for i, image in enumerate(found):       # in the order of their rows, which makes no difference
+                patches[i, :len(image.patches)] = image.patches / 2 + 0.5
+                places[i, :len(image.patches)] = _Order.of(image, self._vision).places[:, :0:-1]
+            return {**given, "pixel_values": torch.from_numpy(patches), "image_position_ids": torch.from_numpy(places)}
         pixels = [self._pixels(image) for image in found]
         sizes = np.array([each.shape[1:] for each in pixels])
         padded = np.zeros((len(pixels), 3, *sizes.max(0)), np.float32)

@@ -1,4 +1,4 @@
-// scale, soft_cap, activate, relu_square: in place, value by value.
+// scale, clamp, standardize, soft_cap, activate, relu_square: in place, value by value.
 #include <cstring>
 
 #include "cpu/ops/ops.h"
@@ -54,6 +54,44 @@ class Activate : public BoundOp {
   const Tensor x_;
 };
 
+class Clamp : public BoundOp {
+ public:
+  explicit Clamp(const Binding& b)
+      : core_(b.core), low_(*b.parts[0].vector(0)), high_(*b.parts[0].vector(1)), x_(b.parts[0].in()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [begin, end] = part((int64_t)x_.rows(batch) * x_.width, thread, core_.pool.size());
+    for (int64_t i = begin; i < end; i++) {  // NaN stays
+      const float x = x_.data[i];
+      x_.data[i] = x < low_ ? low_ : x > high_ ? high_ : x;
+    }
+  }
+
+ private:
+  const Core& core_;
+  const float low_, high_;
+  const Tensor x_;
+};
+
+class Standardize : public BoundOp {
+ public:
+  explicit Standardize(const Binding& b)
+      : core_(b.core), shift_(b.parts[0].vector(0)), factor_(b.parts[0].vector(1)), x_(b.parts[0].in()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+    for (int r = r0; r < r1; r++) {
+      float* x = x_.row(r);
+      for (int i = 0; i < x_.width; i++) x[i] = (x[i] - shift_[i]) * factor_[i];
+    }
+  }
+
+ private:
+  const Core& core_;
+  const float *const shift_, *const factor_;
+  const Tensor x_;
+};
+
 class ReluSquare : public BoundOp {
  public:
   explicit ReluSquare(const Binding& b) : core_(b.core), x_(b.parts[0].in()) {}
@@ -74,6 +112,8 @@ class ReluSquare : public BoundOp {
 }  // namespace
 
 const RegisterCpuOp kActivate({{Op::activate}}, bind_op<Activate>);
+const RegisterCpuOp kClamp({{Op::clamp}}, bind_op<Clamp>);
+const RegisterCpuOp kStandardize({{Op::standardize}}, bind_op<Standardize>);
 const RegisterCpuOp kReluSquare({{Op::relu_square}}, bind_op<ReluSquare>);
 const RegisterCpuOp kByValue({{Op::scale}, {Op::soft_cap}}, bind_op<ByValue>);
 

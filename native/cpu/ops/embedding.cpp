@@ -13,18 +13,20 @@ class Embedding : public BoundOp {
       : core_(b.core),
         m_(b.parts[0].matrix()),
         vocab_begin_(b.parts[0].op.integer("vocab_begin")),
+        given_id_(b.parts[0].op.integer("given_id")),
         scale_((float)b.parts[0].op.number("scale")),
         out_(b.parts[0].out()) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, out_, batch, thread);
     for (int r = r0; r < r1; r++) {
-      if (const float* given = batch.given_row(r)) {  // the first rank's part of the sum over ranks
+      const float* given = batch.given_row(r);
+      if (given && given_id_ < 0) {  // the first rank's part of the sum over ranks
         if (core_.rank == 0) std::copy_n(given, out_.width, out_.row(r));
         else std::fill_n(out_.row(r), out_.width, 0.0f);
         continue;
       }
-      const int64_t id = (int64_t)batch.rows[r].token - vocab_begin_;
+      const int64_t id = (int64_t)(given ? given_id_ : batch.rows[r].token) - vocab_begin_;
       if (id < 0 || id >= m_.n) std::fill_n(out_.row(r), m_.inputs, 0.0f);
       else core_.k.read_row(m_, id, out_.row(r));
       if (scale_ != 1) core_.k.scale(out_.row(r), scale_, m_.inputs);
@@ -34,7 +36,7 @@ class Embedding : public BoundOp {
  private:
   const Core& core_;
   const Packed m_;
-  const int vocab_begin_;
+  const int vocab_begin_, given_id_;
   const float scale_;
   const Tensor out_;
 };

@@ -1,5 +1,6 @@
 // grid_embedding: adds rows of a square table of positions, interpolated bilinearly for the size of the image:
-// Qwen3-VL's fast_pos_embed_interpolate. A table as large as the image is added as it is.
+// Qwen3-VL's fast_pos_embed_interpolate. A table as large as the image is added as it is. axes: two rows, of tables of
+// columns and rows of patches (Gemma 4).
 #include <algorithm>
 
 #include "cpu/ops/ops.h"
@@ -10,10 +11,15 @@ namespace {
 class GridEmbedding : public BoundOp {
  public:
   explicit GridEmbedding(const Binding& b)
-      : core_(b.core), table_(b.parts[0].vector()), side_(b.parts[0].op.integer("side")), x_(b.parts[0].in()) {}
+      : core_(b.core),
+        table_(b.parts[0].vector()),
+        side_(b.parts[0].op.integer("side")),
+        axes_(b.parts[0].op.flag("axes")),
+        x_(b.parts[0].in()) {}
 
   void begin(const Batch& batch) override {
     sizes_.clear();
+    if (axes_) return;
     for (const Item& item : batch.items) {
       Size size{1, 1};
       for (int p = item.start; p < item.start + item.count; p++) {
@@ -30,6 +36,12 @@ class GridEmbedding : public BoundOp {
     for (int r = r0; r < r1; r++) {
       const Row& row = batch.rows[r];
       const Slot& slot = batch.slot(row.slot);
+      if (axes_) {
+        const float* a = at(0, std::min(slot.rotary_position(row.position, 2), side_ - 1));
+        const float* b = at(1, std::min(slot.rotary_position(row.position, 1), side_ - 1));
+        for (int i = 0; i < x_.width; i++) x_.row(r)[i] += a[i] + b[i];
+        continue;
+      }
       const Place y = place(slot.rotary_position(row.position, 1), sizes_[r].height),
                   x = place(slot.rotary_position(row.position, 2), sizes_[r].width);
       const float *a = at(y.low, x.low), *b = at(y.low, x.high), *c = at(y.high, x.low), *d = at(y.high, x.high);
@@ -60,8 +72,9 @@ class GridEmbedding : public BoundOp {
   const float* at(int y, int x) const { return table_ + ((size_t)y * side_ + x) * x_.width; }
 
   const Core& core_;
-  const float* const table_;  // [side, side, width]
+  const float* const table_;  // [side, side, width], or [2, side, width]
   const int side_;
+  const bool axes_;
   const Tensor x_;
   std::vector<Size> sizes_;  // of each row's image
 };
