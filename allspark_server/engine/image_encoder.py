@@ -81,7 +81,8 @@ class ImageEncoder:
     """The vision tower of a model as the pipeline sees it; `request` is for any thread.
 
     `failure`: why it computes no more images, until its model is loaded again. `most_tokens`: the most embedding rows
-    of an image. `vision`: the tower's description.
+    of a view. `vision`: the tower's description. `row_end`: the row that ends a row of an image, float32 [width]; None
+    if the model has none.
     """
 
     has_quarantined = has_others = False    # images are not quarantined
@@ -94,6 +95,7 @@ class ImageEncoder:
         self.name = tower_name(model)
         self.failure: str | None = None
         self._model, self.vision, self._rows, self._most = model, tower.vision, tower.rows, most_bytes
+        self.row_end = tower.row_end
         self._operations, self.most_tokens, self._most_parts = tower.operations, tower.tokens, tower.ops
         self._wake = wake
         self._lock = threading.Lock()       # of the next three
@@ -289,6 +291,8 @@ class _Order:
         side = math.isqrt(vision.merge)
         shape = (frames, height // side, side, width // side, side)
         places = np.indices(image.grid).reshape(3, -1).T.reshape(*shape, 3).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 3)
+        if vision.leading:
+            places = np.concatenate([np.zeros((vision.leading, 3), np.int64), places])
         units, ends = np.arange(len(places) // vision.merge), None
         if vision.window:
             units, ends = _windows(frames, height // side, width // side, vision.window // side, vision.merge)

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..images import ImageProcessor
 
 _NO_PATCHES = np.zeros((0, 0), np.float32)
-_MOST_SIZES = 10_000    # images whose sizes are kept
+_MOST_SIZES = 1_000     # images whose sizes are kept, without patches
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ImageStage:
         self.encoder, self.together = encoder, encoder.vision.together
         self._processor = processor.within(encoder.most_tokens)
         self._rotary_parts = rotary_parts
-        self._sizes: dict[bytes, tuple[tuple[int, int, int], int]] = {}     # grid and tokens of images, by digest
+        self._sizes: dict[bytes, ImageInput] = {}   # images without patches, by digest
 
     @property
     def settings(self) -> str:
@@ -67,21 +67,24 @@ class ImageStage:
         rows: dict[bytes, np.ndarray] = {}
 
         def known(digest: bytes) -> ImageInput | None:
-            size = self._sizes.get(digest)
-            if size is None or (kept := self.encoder.kept(scope, digest)) is None:
+            image = self._sizes.get(digest)
+            if image is None:
                 return None
-            rows[digest] = kept     # it may leave the encoder meanwhile
-            return ImageInput(digest, _NO_PATCHES, *size)
+            kept = [self.encoder.kept(scope, view.digest) for view in self._views(image)]
+            if any(each is None for each in kept):
+                return None
+            rows[digest] = self._joined(image, kept)     # it may leave the encoder meanwhile
+            return image
 
         found = self._processor.process(images, most_tokens, known)
         for number, image in enumerate(found, 1):
-            if image.tokens > self.encoder.most_tokens:
+            if image.grid[0] == 1 and image.tokens > self.encoder.most_tokens:
                 raise AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
                                     f"image {number} of the request has {image.tokens} tokens: this model takes at "
                                     f"most {self.encoder.most_tokens} an image (max_image_tokens)")
         while len(self._sizes) > _MOST_SIZES:
             self._sizes.pop(next(iter(self._sizes)), None)
-        self._sizes.update({image.digest: (image.grid, image.tokens) for image in found})
+        self._sizes.update({image.digest: replace(image, patches=_NO_PATCHES) for image in found})
         return self._processor.expand(ids, found), ReadImages(found, rows)
 
     def place(self, ids: list[int], images: ReadImages) -> PromptImages:
@@ -105,30 +108,53 @@ class ImageStage:
         if not missing:
             return None
         done: Future[bool] = Future()
-        left, lock = len(missing), threading.Lock()
+        views = [self._views(image) for image, _ in missing]
+        found: list[list[np.ndarray | None]] = [[None] * len(of_image) for of_image in views]
+        left, lock = sum(map(len, views)), threading.Lock()
 
-        def take(place: PlacedImage, found: Future[np.ndarray]) -> None:
+        def take(i: int, j: int, computed: Future[np.ndarray]) -> None:
             nonlocal left
-            if found.cancelled():
+            if computed.cancelled():
                 done.cancel()
-            elif (error := found.exception()) is not None:
-                with lock:
-                    if not done.done():
-                        done.set_exception(error)
-            else:
-                place.rows = found.result()
-                with lock:
+                return
+            error = computed.exception()
+            with lock:
+                if error is None:
+                    found[i][j] = computed.result()
                     left -= 1
-                    if not left and not done.done():
-                        done.set_result(False)
+                if done.done() or (left and error is None):
+                    return
+                if error is None:
+                    for (image, place), rows in zip(missing, found):
+                        place.rows = self._joined(image, rows)
+                    done.set_result(False)
+                else:
+                    done.set_exception(error)
 
-        for image, place in missing:
-            self.encoder.request(scope, image, wanted).add_done_callback(functools.partial(take, place))
+        for i, of_image in enumerate(views):
+            for j, view in enumerate(of_image):
+                self.encoder.request(scope, view, wanted).add_done_callback(functools.partial(take, i, j))
         return done
 
     def close(self) -> None:
         """Ends the processes that decode images."""
         self._processor.close()
+
+    def _views(self, image: ImageInput) -> list[ImageInput]:
+        """What the tower computes of an image, each by itself."""
+        _, height, width = image.grid
+        return image.views(self.encoder.vision.leading + height * width // self.encoder.vision.merge)
+
+    def _joined(self, image: ImageInput, views: Sequence[np.ndarray | None]) -> np.ndarray:
+        """An image's rows, of those of its views."""
+        rows = views[0] if len(views) == 1 else np.concatenate(views)  # type: ignore[arg-type]
+        assert rows is not None
+        if image.order is None:
+            return rows
+        found = rows[image.order]
+        if self.encoder.row_end is not None:
+            found[image.order < 0] = self.encoder.row_end
+        return found
 
     def _units(self, image: ImageInput) -> tuple[int, int, int]:
         """Frames, rows and columns of an image's embedding rows."""

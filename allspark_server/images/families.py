@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from ..models.fields import Fields
-from . import gemma, pixtral, qwen
+from . import gemma, llava, pixtral, qwen
 from .processor import ImageProcessor
 from .settings import Settings, read_settings
 
-FAMILIES: dict[str, Callable[[Settings, Fields], ImageProcessor | None]] = {
+
+def _read_llava(settings: Settings, config: Fields) -> ImageProcessor:
+    if config.inner("vision_config").get("model_type", str, "pixtral") == "pixtral":
+        return pixtral.read(settings, config)
+    return llava.read(settings, config)
+
+
+FAMILIES: dict[str, Callable[[Settings, Fields], ImageProcessor]] = {
     "qwen2_vl": qwen.read, "qwen2_5_vl": qwen.read, "qwen3_vl": qwen.read, "qwen3_vl_moe": qwen.read,
-    "qwen3_5": qwen.read, "qwen3_5_moe": qwen.read, "mistral3": pixtral.read, "llava": pixtral.read,
-    "gemma3": gemma.read_gemma3, "gemma4": gemma.read_gemma4,
+    "qwen3_5": qwen.read, "qwen3_5_moe": qwen.read, "mistral3": pixtral.read, "llava": _read_llava,
+    "llava_next": llava.read, "gemma3": gemma.read_gemma3, "gemma4": gemma.read_gemma4,
 }
 
 

@@ -46,11 +46,9 @@ class PixtralProcessor(ImageProcessor):
         return [*[*row, self.row_end] * (rows - 1), *row, self.image_end]
 
 
-def read(settings: Settings, config: Fields) -> PixtralProcessor | None:
-    """The processor of a checkpoint; None if a LLaVA has another tower."""
+def read(settings: Settings, config: Fields) -> PixtralProcessor:
+    """The processor of a checkpoint."""
     tower = config.inner("vision_config")
-    if tower.get("model_type", str) != "pixtral":
-        return None
     settings.refuse(do_resize=True, do_center_crop=False)
     size = settings.size({"longest_edge": 1024})
     longest = size.get("longest_edge")

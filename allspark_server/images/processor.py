@@ -6,6 +6,7 @@ vision.md says how closely.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 from abc import ABC, abstractmethod
@@ -42,8 +43,10 @@ class ImageInput:
     """One image as its model takes it.
 
     `digest`: 16 bytes that stand for the file, the options of the image and the settings of the processor. `patches`:
-    float32 [rows, values of a patch]. `grid`: (frames, rows, columns) of patches. `tokens`: the number of its embedding
-    rows, which are as many positions of the prompt.
+    float32 [rows, values of a patch]. `grid`: (views, rows, columns) of patches: the vision tower computes each view by
+    itself, and all have as many rows. `tokens`: the number of its embedding rows, which are as many positions of the
+    prompt. `order`: int32 [tokens], which output of the tower each of them is, the views' outputs one after the other,
+    or -1 for the row that ends a row of the image; None for all as they are.
 
     merge * merge adjacent rows of `patches` make one embedding row (`ImageProcessor.merge`): the rows are blocks of
     merge x merge patches in raster order, the patches of a block in raster order too. So merge = 1 is raster order. The
@@ -54,6 +57,15 @@ class ImageInput:
     patches: np.ndarray
     grid: tuple[int, int, int]
     tokens: int
+    order: np.ndarray | None = None
+
+    def views(self, outputs: int) -> list[ImageInput]:
+        """The views as images of their own, whose tokens are all `outputs` of the tower for a view."""
+        count, rows = self.grid[0], len(self.patches) // self.grid[0]
+        if count == 1 and self.order is None:
+            return [self]
+        return [ImageInput(hashlib.blake2b(self.digest + i.to_bytes(4, "little"), digest_size=16).digest(),
+                           self.patches[i * rows:(i + 1) * rows], (1, *self.grid[1:]), outputs) for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -141,16 +153,21 @@ class ImageProcessor(ABC):
             left = None if most_tokens is None else most_tokens - sum(each.tokens for each in found)
             try:
                 digest = self.digest(image)
-                found.append(known(digest) or self._process(image, digest, left))
+                found.append(known(digest) or self.make(image, digest, functools.partial(self._check, left)))
             except ValueError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"image {number} of the request {error}") from None
         return found
 
-    def _process(self, image: EncodedImage, digest: bytes, most_tokens: int | None) -> ImageInput:
+    @staticmethod
+    def _check(most_tokens: int | None, tokens: int) -> None:
+        if most_tokens is not None and tokens > most_tokens:
+            raise ValueError(f"has {tokens} tokens, and only {most_tokens} are left for it in the prompt")
+
+    def make(self, image: EncodedImage, digest: bytes, check: Callable[[int], None]) -> ImageInput:
+        """Decodes and cuts an image. `check`: raises ValueError if it has too many tokens."""
         def size(height: int, width: int) -> tuple[int, int]:
             height, width = self.size(height, width, image)
-            if most_tokens is not None and (tokens := height * width // side ** 2) > most_tokens:
-                raise ValueError(f"has {tokens} tokens, and only {most_tokens} are left for it in the prompt")
+            check(height * width // side ** 2)
             return height, width
 
         side = self.patch * self.merge

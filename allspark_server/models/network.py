@@ -266,6 +266,7 @@ class VisionConfig:
     the norm before rows are merged, where it is its own. tokens: outputs of each image, 0 if that depends on its size;
     most: outputs of the largest one then, 0 if that is not limited. clipped: inputs and outputs of the layers' products
     have limits. standardized: merged rows have a shift and a factor for each value.
+    leading: rows before the patches, whose outputs are not taken: a class token's.
     together: in prompts, rows of an image see each other. family: the function of models/vision.py that builds it.
     """
 
@@ -283,6 +284,7 @@ class VisionConfig:
     merger_eps: float = 1e-6
     tokens: int = 0
     most: int = 0
+    leading: int = 0
     rows: int = 0
     clipped: bool = False
     standardized: bool = False

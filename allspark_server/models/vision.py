@@ -160,14 +160,7 @@ def _siglip(config: ModelConfig) -> Graph:
     x = _embed_patches(graph, "embeddings.patch_embedding", True)
     _add_positions(graph, x, "embeddings.position_embedding.weight", vision)
     for layer in range(config.num_layers):
-        prefix = f"encoder.layers.{layer}"
-        h = graph.layer_norm(x, f"{prefix}.layer_norm1", "normed")
-        qkv = qkv_projection(graph, h, f"{prefix}.self_attn", bias=True)
-        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn", "out_proj",
-                                       bias=True))
-        h = graph.layer_norm(x, f"{prefix}.layer_norm2", "normed")
-        graph.add(x, _two_layers(graph, h, f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2", graph.intermediate, "gelu_tanh",
-                                 config.hidden_size, "branch"))
+        _siglip_layer(graph, x, f"encoder.layers.{layer}", layer, "gelu_tanh")
     x = graph.layer_norm(x, "post_layernorm", "normed")
     merged = graph.op("merge_rows", x, out="merged", count=vision.merge, how="mean")
     normed = graph.rms_norm(merged, "projector.mm_soft_emb_norm.weight", "merged_normed", eps=vision.merger_eps,
@@ -175,6 +168,17 @@ def _siglip(config: ModelConfig) -> Graph:
     weight = graph.matrix("projector.mm_input_projection_weight", vision.outputs, config.hidden_size)
     graph.hidden_states(graph.linear(normed, weight, None, out="outputs"))
     return graph
+
+
+def _siglip_layer(graph: Graph, x: Tensor, prefix: str, layer: int, activation: str) -> None:
+    """A layer of SigLIP, or of CLIP."""
+    h = graph.layer_norm(x, f"{prefix}.layer_norm1", "normed")
+    qkv = qkv_projection(graph, h, f"{prefix}.self_attn", bias=True)
+    graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn", "out_proj",
+                                   bias=True))
+    h = graph.layer_norm(x, f"{prefix}.layer_norm2", "normed")
+    graph.add(x, _two_layers(graph, h, f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2", graph.intermediate, activation,
+                             graph.config.hidden_size, "branch"))
 
 
 # -- Gemma 4 -----------------------------------------------------------------------------------------------------------
@@ -230,8 +234,8 @@ def _gemma4_attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tenso
         blocks = tuple(Block(heads * dim, graph.q_heads) for _ in names)
         if len(names) > 1:
             return linear_of_parts(graph, h, f"{own}.{'+'.join(names)}.linear", joined, blocks, out)
-        _clip(graph, h, f"{own}.{names[0]}", "input")
-        return _clip(graph, linear_of_parts(graph, h, f"{own}.{names[0]}.linear", joined, blocks, out),
+        _limited(graph, h, f"{own}.{names[0]}", "input")
+        return _limited(graph, linear_of_parts(graph, h, f"{own}.{names[0]}.linear", joined, blocks, out),
                      f"{own}.{names[0]}", "output")
 
     names = ("q_proj", "k_proj", "v_proj")
@@ -254,10 +258,11 @@ def _gemma4_mlp(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     halves = []
     if graph.config.vision and graph.config.vision.clipped:
         for name in ("gate_proj", "up_proj"):
-            h = _clip(graph, graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight"), f"{own}.{name}", "input")
+            h = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight")
+            _limited(graph, h, f"{own}.{name}", "input")
             weight = graph.matrix(f"{own}.{name}.linear.weight", graph.config.intermediate_size, hidden,
                                   row_split=graph.intermediate)
-            halves.append(_clip(graph, graph.linear(h, weight, None, out=name), f"{own}.{name}", "output"))
+            halves.append(_limited(graph, graph.linear(h, weight, None, out=name), f"{own}.{name}", "output"))
         activated = graph.multiply(graph.activate(halves[0], "gelu_tanh"), halves[1])
     else:
         h = graph.rms_norm(x, f"{prefix}.pre_feedforward_layernorm.weight")
@@ -266,18 +271,42 @@ def _gemma4_mlp(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     return _clipped_output(graph, activated, f"{own}.down_proj", graph.intermediate)
 
 
-def _clip(graph: Graph, x: Tensor, name: str, end: str) -> Tensor:
+def _limited(graph: Graph, x: Tensor, name: str, end: str) -> Tensor:
     """Clamps the input or output of the linear layer `name`, in place, if its checkpoint has limits."""
     clipped = graph.config.vision is not None and graph.config.vision.clipped
     return graph.clamp(x, f"{name}.{end}_min", f"{name}.{end}_max") if clipped else x
 
 
 def _clipped_output(graph: Graph, x: Tensor, name: str, split: Split) -> Tensor:
-    y = graph.row_parallel_linear(_clip(graph, x, name, "input"), f"{name}.linear", split, False, "branch")
-    return _clip(graph, y, name, "output")
+    y = graph.row_parallel_linear(_limited(graph, x, name, "input"), f"{name}.linear", split, False, "branch")
+    return _limited(graph, y, name, "output")
 
 
-BUILDERS = {"qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip, "gemma4": _gemma4}
+# -- LLaVA -------------------------------------------------------------------------------------------------------------
+def _clip(config: ModelConfig) -> Graph:
+    """LLaVA's tower: CLIP up to a layer before the last one, and a projector of two layers. A class token is before the
+    patches, a row of zeros: it has an embedding of its own.
+    """
+    vision = config.vision
+    assert vision is not None
+    graph = Graph(config)
+    count, width = vision.leading + vision.side ** 2, config.hidden_size
+    x = _embed_patches(graph, "embeddings.patch_embedding", False)
+    tables = (graph.vector("embeddings.position_embedding.weight", count * width),
+              graph.vector("embeddings.class_embedding", 2 * width))
+    # Of the second table, the first row of an image has the first row, and the others the second one, of zeros.
+    graph.op("position_embedding", x, weights=tables, positions=count, separator=0)
+    x = graph.layer_norm(x, "pre_layrnorm", "rows")
+    for layer in range(config.num_layers):
+        _siglip_layer(graph, x, f"encoder.layers.{layer}", layer, vision.activation)
+    merged = graph.op("merge_rows", x, out="merged", count=1, how="concat")
+    graph.hidden_states(_two_layers(graph, merged, "projector.linear_1", "projector.linear_2",
+                                    in_groups(vision.outputs), "gelu", vision.outputs, "outputs",
+                                    bias=vision.projector_bias))
+    return graph
+
+
+BUILDERS = {"clip": _clip, "qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip, "gemma4": _gemma4}
 
 
 def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
@@ -433,3 +462,33 @@ def gemma4_tower(fields: Fields) -> ModelConfig:
                         intermediate=_size(own, "intermediate_size", 3072), head_dim=head_dim,
                         layers=_size(own, "num_hidden_layers", 16, MAX_LAYERS), heads=heads,
                         eps=own.get("rms_norm_eps", float, 1e-6), theta=rope.get("rope_theta", float, 100.0))
+
+
+def clip_tower(fields: Fields, architecture: str) -> ModelConfig:
+    """The tower of a LLaVA checkpoint by its vision_config and the fields beside it."""
+    own, text = fields.inner("vision_config"), fields.inner("text_config")
+    if own.get("model_type", str, "clip_vision_model") != "clip_vision_model":
+        raise own.error("model_type", f"is {own.values['model_type']!r}: served are 'clip_vision_model' and, of LLaVA, "
+                                      "'pixtral'")
+    if fields.get("projector_hidden_act", str, "gelu") != "gelu":
+        raise fields.error("projector_hidden_act", "is not 'gelu', which alone is served")
+    if fields.get("vision_feature_select_strategy", str, "default") != "default":
+        raise fields.error("vision_feature_select_strategy", "is not 'default', which alone is served with CLIP")
+    activation = own.get("hidden_act", str, "quick_gelu")
+    if activation not in ("quick_gelu", "gelu"):
+        raise own.error("hidden_act", f"is {activation!r}: served are quick_gelu and gelu")
+    hidden, heads = _size(own, "hidden_size", 1024), _size(own, "num_attention_heads", 16)
+    if hidden % heads or hidden // heads % 2:
+        raise own.error("num_attention_heads", f"is {heads}: they must divide {hidden} features into even parts")
+    layers, kept = _size(own, "num_hidden_layers", 24, MAX_LAYERS), fields.values.get("vision_feature_layer", -2)
+    if not isinstance(kept, int) or not -layers <= kept <= layers or kept == 0:
+        raise fields.error("vision_feature_layer", f"is {kept!r}: expected one layer of {layers}, such as -2")
+    size = _size(own, "patch_size", 14, 1024)
+    side = _size(own, "image_size", 336) // size
+    outputs = _size(text, "hidden_size", 4096)
+    vision = VisionConfig(
+        patch=3 * size * size, merge=1, outputs=outputs, side=side, leading=1, activation=activation, family="clip",
+        tokens=1 + side * side, projector_bias=fields.get("multimodal_projector_bias", bool, True))
+    return tower_config(architecture, vision, hidden=hidden, intermediate=_size(own, "intermediate_size", 4096),
+                        layers=kept if kept > 0 else layers + 1 + kept, heads=heads,
+                        eps=own.get("layer_norm_eps", float, 1e-5))

@@ -5,11 +5,16 @@ threads it shares.
 from __future__ import annotations
 
 import copy
+import hashlib
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
 from allspark_server.runtime.rank_model import RankModel
+from allspark_server.weights.asgraph import to_float32
 
 if TYPE_CHECKING:
     from allspark_server.runtime.device import Device
@@ -23,11 +28,25 @@ MAX_IMAGE_TOKENS = 4096
 SPAN_SIZE = 32
 
 
+def _row_end(opened: OpenedModel) -> np.ndarray | None:
+    """The row that ends a row of an image (LLaVA-NeXT). AllSparkError if it has another number of values."""
+    name, vision = "image_newline", opened.graph.config.vision
+    if vision is None or not vision.leading or name not in opened.source.names():
+        return None
+    tensor = opened.source.get(name)
+    if tensor.data is None or tensor.shape != (vision.outputs,):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"tensor {name!r} in {tensor.file} has shape {list(tensor.shape)} and type {tensor.dtype}: "
+                            f"expected {vision.outputs} numbers")
+    return to_float32(tensor.data, tensor.dtype)
+
+
 class TowerRunner:
     """As ModelRunner, for a vision tower.
 
-    `rows`: the most patches of a step, which may be one image's; `tokens`: the most outputs. `vision`: the tower's
-    description. `rotary_parts`: whether its model turns rows by time, height and width of their positions.
+    `rows`: the most patches of a step, which may be one view's; `tokens`: the most outputs. `vision`: the tower's
+    description. `row_end`: the embedding row that ends a row of an image, float32 [width]; None if there is none.
+    `rotary_parts`: whether its model turns rows by time, height and width of their positions.
     """
 
     gpu: int | None = None  # only CPUs compute towers
@@ -41,6 +60,7 @@ class TowerRunner:
         most = config.max_image_tokens or MAX_IMAGE_TOKENS
         self.tokens = vision.tokens or min(most, config.engine_max_length, vision.most or most)
         self.rows = self.tokens * vision.merge
+        self.row_end = _row_end(opened)
         own = copy.copy(config)
         own.weight_dtype, own.weight_group_size = config.vision_weight_dtype, 0
         own.speculation, own.cache_mode, own.lora_max_num = "off", AsCacheMode.AsCacheDefault, 0
@@ -59,7 +79,8 @@ class TowerRunner:
     @property
     def digest(self) -> str:
         """A digest of the weights that load() has read."""
-        return self._model.digest
+        more = b"" if self.row_end is None else self.row_end.tobytes()
+        return self._model.digest + (f" {hashlib.blake2b(more, digest_size=16).hexdigest()}" if more else "")
 
     @property
     def hash_facts(self) -> str:

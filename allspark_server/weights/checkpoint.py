@@ -318,9 +318,10 @@ class VisionPart(Renamed):
     """
 
     PREFIXES = (("visual.", ""), ("vision_tower.", ""), ("multi_modal_projector.", "projector."),
-                ("embed_vision.", "embed_vision."))
+                ("embed_vision.", "embed_vision."), ("image_newline", "image_newline"))
     CONVOLUTIONS = ("patch_embed.proj.weight", "patch_conv.weight", "embeddings.patch_embedding.weight")
     TRANSPOSED = ("projector.mm_input_projection_weight",)
+    FIRST = "embeddings.class_embedding"    # a second row follows it, of zeros
 
     def __init__(self, source: Source):
         # transformers 5 has the first prefix, and no longer the second.
@@ -338,6 +339,9 @@ class VisionPart(Renamed):
         if not tensor.shape:
             return dataclasses.replace(tensor, shape=(1,), data=None if tensor.data is None else
                                        tensor.data.reshape(1))
+        if name == self.FIRST:
+            return dataclasses.replace(tensor, shape=(2, *tensor.shape), data=None if tensor.data is None else
+                                       np.stack([tensor.data, np.zeros_like(tensor.data)]))
         if name not in self.CONVOLUTIONS or len(tensor.shape) < 3:
             return tensor
         shape = tensor.shape[0], math.prod(tensor.shape[1:])

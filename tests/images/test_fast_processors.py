@@ -19,6 +19,8 @@ SIZES = [(1, 1), (1, 150), (150, 1), (1, 300), (27, 29), (29, 27), (56, 56), (64
 QWEN = {"model_type": "qwen3_vl", "image_token_id": 7, "vision_config": {}}
 PIXTRAL = {"image_token_index": 7, "spatial_merge_size": 2,
            "vision_config": {"model_type": "pixtral", "patch_size": 14}}
+LLAVA = {"image_token_index": 7, "vision_config": {"model_type": "clip_vision_model"}}
+SQUARE = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
 # Class, model, settings, and of what the class takes from its caller.
 CASES = [
     ("Qwen2VLImageProcessor", QWEN, {}, {}),
@@ -30,6 +32,8 @@ CASES = [
     ("Gemma3ImageProcessor", {"model_type": "gemma3", "vision_config": {}},
      {"size": {"height": 896, "width": 896}}, {}),
     ("Gemma4ImageProcessor", {"model_type": "gemma4", "vision_config": {}}, {}, {}),
+    ("CLIPImageProcessor", {"model_type": "llava", **LLAVA}, SQUARE, {}),
+    ("LlavaNextImageProcessor", {"model_type": "llava_next", **LLAVA}, SQUARE, {}),
 ]
 
 
@@ -46,7 +50,11 @@ def rows_of(processor, result, found):
     if "image_grid_thw" in result:
         assert tuple(result["image_grid_thw"][0]) == found.grid
         return values
-    _, down, across = found.grid
+    views, down, across = found.grid
+    if found.order is not None:     # of LLaVA, whose views have a row of zeros before their patches
+        cut = values.reshape(views, 3, down, 14, across, 14).transpose(0, 2, 4, 1, 3, 5)
+        cut = cut.reshape(views, down * across, -1)
+        return np.pad(cut, ((0, 0), (1, 0), (0, 0))).reshape(len(found.patches), -1)
     merge, side = processor.merge, processor.patch
     order = np.arange(down * across).reshape(down // merge, merge, across // merge, merge).transpose(0, 2, 1, 3).ravel()
     if "num_soft_tokens_per_image" in result:

@@ -1,17 +1,23 @@
 """Image processors against those of transformers: sizes, order of patches and normalization exactly."""
 
+import functools
 import os
 import secrets
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
     get_aspect_ratio_preserving_size,
 )
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.modeling_llava_next import LlavaNextModel
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -25,6 +31,8 @@ MISTRAL3 = {"model_type": "mistral3", "image_token_index": 7, "spatial_merge_siz
             "vision_config": {"model_type": "pixtral", "patch_size": 14}}
 GEMMA3 = {"model_type": "gemma3", "image_token_index": 7, "boi_token_index": 8, "eoi_token_index": 9,
           "mm_tokens_per_image": 4, "vision_config": {"patch_size": 14, "image_size": 112}}
+LLAVA = {"model_type": "llava", "image_token_index": 7, "vision_config": {
+    "model_type": "clip_vision_model", "image_size": 56, "patch_size": 14}}
 GEMMA4 = {"model_type": "gemma4", "image_token_id": 7, "boi_token_id": 8, "eoi_token_id": 9, "vision_config": {}}
 
 
@@ -149,6 +157,57 @@ def test_gemma4(rng, read, monkeypatch, settings):
 def size_within(width, height, tokens):
     """The size in pixels of an image of Gemma 4 with as many tokens."""
     return get_aspect_ratio_preserving_size(height, width, 16, 9 * tokens, 3)
+
+
+def views_of(found, patch):
+    """The pixels of an image's views, without the rows of class tokens: [views, 3, side, side]."""
+    views, across, _ = found.grid
+    rows = found.patches.reshape(views, -1, 3 * patch * patch)
+    assert not rows[:, 0].any()
+    parts = rows[:, 1:].reshape(views, across, across, 3, patch, patch)
+    return parts.transpose(0, 3, 1, 4, 2, 5).reshape(views, 3, across * patch, across * patch)
+
+
+def test_llava(rng, read, monkeypatch):
+    settings = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
+    processor = read(LLAVA, settings)
+    resize_as_torchvision(monkeypatch)
+    reference = CLIPImageProcessorPil(**settings)
+    for size in [*SIZES, (57, 300), (301, 58)]:
+        image = noise(rng, *size)
+        found, = processor.process([EncodedFile(encoded(image))])
+        expected = reference(images=[image], return_tensors="np")["pixel_values"]
+        assert found.grid == (1, 4, 4) and found.tokens == 16
+        assert found.order.tolist() == list(range(1, 17))
+        np.testing.assert_allclose(views_of(found, 14), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(AllSparkError, match="has 20000 x 1 pixels: with 56 on the shorter side"):
+        processor.process([EncodedFile(encoded(noise(rng, 20000, 1)))])
+
+
+def test_llava_next(rng, read, monkeypatch):
+    """Tiles, and which rows of theirs a prompt has: as transformers unpads features of whole numbers."""
+    pinpoints = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 224]]
+    settings = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56},
+                "image_grid_pinpoints": pinpoints}
+    processor = read({**LLAVA, "model_type": "llava_next", "image_grid_pinpoints": pinpoints}, settings)
+    resize_as_torchvision(monkeypatch)
+    reference = LlavaNextImageProcessorPil(**settings)
+    counts = SimpleNamespace(image_processor=reference, patch_size=14, num_additional_image_tokens=1)
+    counts._get_unpadded_features = functools.partial(LlavaNextProcessor._get_unpadded_features, counts)
+    for size in [*SIZES, (57, 300), (301, 58), (112, 112), (400, 401)]:
+        image = noise(rng, *size)
+        found, = processor.process([EncodedFile(encoded(image))])
+        expected = reference(images=[image], return_tensors="np")
+        views = views_of(found, 14)
+        np.testing.assert_allclose(views, expected["pixel_values"][0], rtol=1e-6, atol=1e-6)
+        wanted = LlavaNextProcessor._get_number_of_features(counts, *size[::-1], 56, 56)
+        assert found.tokens == len(found.order) == wanted - 1
+        features = torch.arange(len(views) * 17).reshape(len(views), 17)[:, 1:, None]       # those of no class token
+        config = SimpleNamespace(image_grid_pinpoints=pinpoints,
+                                 vision_config=SimpleNamespace(image_size=56, patch_size=14))
+        packed, _ = LlavaNextModel.pack_image_features(SimpleNamespace(config=config), [features],
+                                                       torch.tensor([size[::-1]]), "default", torch.tensor([-1]))
+        assert packed[0][:, 0].tolist() == found.order.tolist()
 
 
 def test_qwens_limits_of_pixels(rng, read):

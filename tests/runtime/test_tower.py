@@ -19,7 +19,7 @@ def rows(driver: Driver, encoder: ImageEncoder, images, parts: int) -> list[byte
     """The rows of images that are computed one by one, each in so many parts."""
     encoder._seconds = lambda jobs: 0.05 * parts * len(jobs)
     encoder._most_parts = 1 << 20
-    futures = [encoder.request("", image, lambda: True) for image in images]
+    futures = [encoder.request("", view, lambda: True) for image in images for view in image.views(image.tokens + 1)]
     while encoder.has_work:
         step = encoder.plan()
         results = driver._each(lambda runner, step=step: runner.tower.step(step.plan))
@@ -28,7 +28,7 @@ def rows(driver: Driver, encoder: ImageEncoder, images, parts: int) -> list[byte
 
 
 @pytest.mark.timeout(60)    # ranks that cut a step at different ops wait for each other
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", "gemma4", "gemma4-small"])
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", "gemma4", "gemma4-small", "llava"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_parts(name, world):
     directory = checkpoint(name)

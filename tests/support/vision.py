@@ -32,6 +32,7 @@ TEMPLATE = (
 _TEXT = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 131,
          "num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 2048}
 _IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 0}
+PINPOINTS = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 96]]
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 6, "merge_size": 2,
              "temporal_patch_size": 2, "min_pixels": 144, "max_pixels": 40_000},
@@ -40,6 +41,10 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
     "gemma": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 96, "width": 96}},
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 6, "max_soft_tokens": 70,
                "pooling_kernel_size": 3},
+    "llava": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 36},
+              "crop_size": {"height": 36, "width": 36}},
+    "llava_next": {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 24},
+                   "crop_size": {"height": 24, "width": 24}, "image_grid_pinpoints": PINPOINTS},
 }
 
 
@@ -52,6 +57,8 @@ _MISTRAL = {**_TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": 
 _PIXTRAL = {"model_type": "pixtral", "hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3,
             "intermediate_size": 99, "head_dim": 24, "patch_size": 6, "image_size": 240}
 
+_CLIP = {"model_type": "clip_vision_model", "hidden_size": 72, "num_hidden_layers": 4, "num_attention_heads": 3,
+         "intermediate_size": 99, "patch_size": 6}
 _GEMMA4 = {"hidden_size": 68, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3,
            "intermediate_size": 99, "head_dim": 20, "patch_size": 6, "position_embedding_size": 300}
 
@@ -87,6 +94,12 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "pixtral": ("llava", "LlavaForConditionalGeneration", {
         "text_config": _MISTRAL, "vision_config": {**_PIXTRAL, "hidden_act": "gelu"}, "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full"}),
+    "llava": ("llava", "LlavaForConditionalGeneration", {
+        "text_config": {**_TEXT, "model_type": "llama"}, "vision_config": {**_CLIP, "image_size": 36}}),
+    "llava-next": ("llava_next", "LlavaNextForConditionalGeneration", {
+        "text_config": {**_MISTRAL, "sliding_window": 100},
+        "vision_config": {**_CLIP, "image_size": 24, "hidden_act": "gelu"}, "vision_feature_layer": -1,
+        "image_grid_pinpoints": PINPOINTS}),
     "gemma3": ("gemma3", "Gemma3ForConditionalGeneration", {
         "text_config": {**_TEXT, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 50,
                         "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -111,7 +124,8 @@ TOGETHER = ("gemma3", "gemma4")
 def checkpoint(name: str) -> Path:
     """Writes a checkpoint of CONFIGS with tokenizer, template and image processor; returns its directory."""
     kind, architecture, fields = CONFIGS[name]
-    family = {"gemma3": "gemma", "gemma4": "gemma4"}.get(kind, "qwen" if kind.startswith("qwen") else "pixtral")
+    family = {"gemma3": "gemma", "gemma4": "gemma4", "mistral3": "pixtral", "llava": name}.get(
+        kind, "qwen" if kind.startswith("qwen") else kind)
     marks = _IDS if family == "qwen" else {"image_token_index": PAD}
     if family == "gemma":
         marks |= {"boi_token_index": START, "eoi_token_index": END}
@@ -175,6 +189,8 @@ class Reference:
                 patches[i, :len(image.patches)] = image.patches / 2 + 0.5
                 places[i, :len(image.patches)] = _Order.of(image, self._vision).places[:, :0:-1]
             return {**given, "pixel_values": torch.from_numpy(patches), "image_position_ids": torch.from_numpy(places)}
+        if self._name.startswith("llava"):
+            return {**given, **self._views(found, images)}
         pixels = [self._pixels(image) for image in found]
         sizes = np.array([each.shape[1:] for each in pixels])
         padded = np.zeros((len(pixels), 3, *sizes.max(0)), np.float32)
@@ -184,6 +200,20 @@ class Reference:
             return {**given, "token_type_ids": (given["input_ids"] == PAD).to(torch.int64),
                     "pixel_values": torch.from_numpy(padded)}
         return {**given, "pixel_values": torch.from_numpy(padded), "image_sizes": torch.from_numpy(sizes)}
+
+    def _views(self, found: list[ImageInput], images: list[Image]) -> dict[str, torch.Tensor]:
+        """The pixels of the images' views, [3, side, side] each."""
+        side, patch = self.processor.side, self.processor.patch
+        across, most = side // patch, max(image.grid[0] for image in found)
+        pixels = np.zeros((len(found), most, 3, side, side), np.float32)
+        for room, image in zip(pixels, found):
+            parts = image.patches.reshape(image.grid[0], -1, 3 * patch * patch)[:, 1:]
+            room[:image.grid[0]] = parts.reshape(-1, across, across, 3, patch, patch).transpose(
+                0, 3, 1, 4, 2, 5).reshape(-1, 3, side, side)
+        if self._name == "llava":
+            return {"pixel_values": torch.from_numpy(pixels[:, 0])}
+        sizes = [Pillow.open(io.BytesIO(image.content)).size[::-1] for image in images]
+        return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.tensor(sizes)}
 
     def _pixels(self, image: ImageInput) -> np.ndarray:
         """The pixels of an image's patches, [3, height, width]."""

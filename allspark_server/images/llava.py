@@ -1,0 +1,150 @@
+"""Images of LLaVA: one square for LLaVA 1.5; the whole image and tiles of it, each a square, for LLaVA-NeXT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..models.fields import Fields
+from .processor import MAX_PIXELS, EncodedImage, ImageInput, ImageProcessor
+from .settings import BICUBIC, CLIP_MEAN, CLIP_STD, Settings
+
+_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]     # transformers' own
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LlavaProcessor(ImageProcessor):
+    """`CLIPImageProcessor` of transformers: the shorter side is resized to `side` pixels, and the middle is seen.
+
+    A view has a row of zeros before its patches, for the class token, whose output is not an embedding row.
+    """
+
+    side: int
+
+    def size(self, height: int, width: int, image: EncodedImage) -> tuple[int, int]:
+        """See ImageProcessor: of the image before its ends are left out."""
+        longer = int(self.side * max(height, width) / min(height, width))
+        if self.side * longer > 3 * MAX_PIXELS:
+            raise ValueError(f"has {width} x {height} pixels: with {self.side} on the shorter side it would have more "
+                             f"than {3 * MAX_PIXELS}")
+        return (self.side, longer) if height <= width else (longer, self.side)
+
+    def make(self, image: EncodedImage, digest: bytes, check: Callable[[int], None]) -> ImageInput:
+        """See ImageProcessor."""
+        check(self.across ** 2)
+        pixels = self.decoder.decode(image.content, lambda high, wide: self.size(high, wide, image), self.resample)
+        top, left = (int((length - self.side) / 2) for length in pixels.shape[:2])
+        view = pixels[top:top + self.side, left:left + self.side]
+        order = np.arange(1, 1 + self.across ** 2, dtype=np.int32)
+        return ImageInput(digest, self.rows([view]), (1, self.across, self.across), len(order), order)
+
+    @property
+    def across(self) -> int:
+        """Patches along a side of a view."""
+        return self.side // self.patch
+
+    def rows(self, views: list[np.ndarray]) -> np.ndarray:
+        """The rows of patches of views, uint8 [side, side, 3] each."""
+        count = 1 + self.across ** 2
+        found = np.zeros((len(views), count, 3 * self.patch ** 2), np.float32)
+        for room, view in zip(found, views):
+            room[1:] = self.cut(view)
+        return found.reshape(len(views) * count, -1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LlavaNextProcessor(LlavaProcessor):
+    """`LlavaNextImageProcessor` of transformers. pinpoints: the (height, width) in pixels that tiles may fill."""
+
+    pinpoints: tuple[tuple[int, int], ...]
+
+    def make(self, image: EncodedImage, digest: bytes, check: Callable[[int], None]) -> ImageInput:
+        """See ImageProcessor: the image in one view, and tiles of it over black, from the top."""
+        found: list[np.ndarray] = []
+        order = np.zeros(0, np.int32)
+
+        def resized(height: int, width: int) -> tuple[int, int]:
+            nonlocal order, found
+            high, wide = self.best(height, width)
+            order = self.order(height, width, high, wide)
+            check(len(order))
+            found = [np.zeros((high, wide, 3), np.uint8)]
+            across, down = wide / width, high / height
+            if across < down:
+                return min(math.ceil(height * across), high), wide
+            return high, min(math.ceil(width * down), wide)
+
+        pixels = self.decoder.decode(image.content, resized, self.resample)
+        (high, wide), side = found[0].shape[:2], self.side
+        top, left = (high - pixels.shape[0]) // 2, (wide - pixels.shape[1]) // 2
+        found[0][top:top + pixels.shape[0], left:left + pixels.shape[1]] = pixels
+        whole = self.decoder.decode(image.content, lambda *_: (side, side), self.resample)
+        tiles = [found[0][y:y + side, x:x + side] for y in range(0, high, side) for x in range(0, wide, side)]
+        return ImageInput(digest, self.rows([whole, *tiles]), (1 + len(tiles), self.across, self.across), len(order),
+                          order)
+
+    def best(self, height: int, width: int) -> tuple[int, int]:
+        """The size whose tiles show most of the image, and waste least."""
+        def fit(size: tuple[int, int]) -> tuple[int, int]:
+            high, wide = size
+            scale = min(wide / width, high / height)
+            shown = min(int(width * scale) * int(height * scale), width * height)
+            return shown, shown - high * wide
+
+        return max(self.pinpoints, key=fit)
+
+    def order(self, height: int, width: int, high: int, wide: int) -> np.ndarray:
+        """ImageInput.order of an image of this size in tiles that fill `high` x `wide` pixels: the whole image, then
+        the rows of the tiles together, without those of padding, each with a row end.
+        """
+        across, count = self.across, 1 + self.across ** 2
+        down_tiles, across_tiles = high // self.side, wide // self.side
+        views = 1 + np.arange(down_tiles * across_tiles).reshape(down_tiles, across_tiles)
+        patches = 1 + np.arange(across * across).reshape(across, across)
+        places = (views[:, None, :, None] * count + patches[None, :, None, :]).reshape(down_tiles * across, -1)
+        rows, columns = places.shape
+        if width / height > columns / rows:
+            padding = (rows - int(round(height * (columns / width), 7))) // 2
+            places = places[padding:rows - padding]
+        else:
+            padding = (columns - int(round(width * (rows / height), 7))) // 2
+            places = places[:, padding:columns - padding]
+        ends = np.full((len(places), 1), -1)
+        return np.concatenate([patches.reshape(-1), np.hstack([places, ends]).reshape(-1)]).astype(np.int32)
+
+
+def read(settings: Settings, config: Fields) -> LlavaProcessor:
+    """The processor of a checkpoint of LLaVA 1.5 or LLaVA-NeXT with a tower of CLIP."""
+    settings.refuse(do_resize=True, do_center_crop=True)
+    tower, fields = config.inner("vision_config"), settings.fields
+    side, patch = tower.get("image_size", int, 336), tower.get("patch_size", int, 14)
+    size, tiled = settings.size({"shortest_edge": side}), config.values.get("model_type") == "llava_next"
+    if size != {"shortest_edge": side} and not (tiled and size == {"height": side, "width": side}):
+        raise fields.error("size", f"is {size}: the vision tower takes {side} x {side} pixels, of a shortest_edge of "
+                                   "as many")
+    if side % patch:
+        raise tower.error("image_size", f"is {side}, not a multiple of patch_size ({patch})")
+    if (crop := settings.number("crop_size", side)) != side:
+        raise fields.error("crop_size", f"is {crop}: the vision tower takes {side} x {side} pixels")
+    common: dict[str, Any] = {
+        "token": config.get("image_token_index", int, 32000), "patch": patch, "merge": 1, "side": side,
+        "normalization": settings.normalization(CLIP_MEAN, CLIP_STD), "resample": settings.resample(BICUBIC)}
+    if not tiled:
+        settings.refuse(do_pad=False)
+        return LlavaProcessor(**common)
+    pinpoints = fields.get("image_grid_pinpoints", list, _PINPOINTS)
+    if config.get("image_grid_pinpoints", list, _PINPOINTS) != pinpoints:
+        raise config.error("image_grid_pinpoints", f"is {config.values.get('image_grid_pinpoints')}, and that of the "
+                                                   f"image processor {pinpoints}")
+    for each in pinpoints:
+        if not isinstance(each, list) or len(each) != 2 or any(
+                not isinstance(n, int) or not 0 < n <= 1 << 12 or n % side for n in each):
+            raise fields.error("image_grid_pinpoints", f"holds {each!r}: expected a height and a width, multiples of "
+                                                       f"{side} pixels up to 4096")
+    if not pinpoints:
+        raise fields.error("image_grid_pinpoints", "is empty")
+    return LlavaNextProcessor(pinpoints=tuple((high, wide) for high, wide in pinpoints), **common)
