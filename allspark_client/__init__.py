@@ -10,7 +10,7 @@ from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .engine import AbstractEngine, as_token_ids
 from .errors import AllSparkError, AsStatus
 from .generation import AsyncGeneration, Generation, Usage
-from .images import Image
+from .images import Image, Video
 from .queue import ResultQueue
 from .runtime_config import AsModelRuntimeConfigBuilder
 from .types import (
@@ -37,6 +37,6 @@ __all__ = [
     "AsEvictionStrategy", "AsFileInfo", "AsMHAPrefill", "AsModelConfig", "AsModelRuntimeConfigBuilder",
     "AsSchedulingStrategy", "AsStatus", "AsyncClientEngine", "AsyncGeneration", "ClientEngine", "GenerateConfig",
     "GenerateRequestStatus", "GeneratedElements", "Generation", "Image", "ModelInfo", "ModelState", "RequestStatInfo",
-    "ResultQueue", "RoPEScaleMethod", "TargetDevice", "TlsConfig", "Usage", "VocabType", "__version__",
+    "ResultQueue", "RoPEScaleMethod", "TargetDevice", "TlsConfig", "Usage", "Video", "VocabType", "__version__",
     "as_token_ids",
 ]

@@ -150,13 +150,13 @@ def _check_content(name: str, content: Any) -> None:
     for j, part in enumerate(content):
         if not isinstance(part, dict):
             raise TypeError(f"{name}[{j}] must be a dict such as {{'type': 'text', 'text': …}}, not {part!r:.80}")
-        if part.get("type") not in ("text", "refusal", "image"):
+        if part.get("type") not in ("text", "refusal", "image", "video"):
             raise ValueError(f"{name}[{j}].type={part.get('type')!r:.80} is not offered; allowed: 'text', 'refusal', "
-                             "'image'")
-        if part["type"] == "image":
+                             "'image', 'video'")
+        if part["type"] in ("image", "video"):
             if len(part) > 1:
-                raise ValueError(f"{name}[{j}] must be {{'type': 'image'}}: the image itself is in the request's "
-                                 "'images'")
+                raise ValueError(f"{name}[{j}] must be {{'type': {part['type']!r}}}: the {part['type']} itself is in "
+                                 "the request's 'images'")
             continue
         if not isinstance(part.get(part["type"]), str):
             raise TypeError(f"{name}[{j}].{part['type']} must be a str, not {part.get(part['type'])!r:.80}")

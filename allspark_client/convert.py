@@ -13,7 +13,7 @@ from ._proto import allspark_pb2 as pb
 from .chat import ChatOptions, check_messages
 from .config import AsModelConfig, GenerateConfig
 from .errors import AllSparkError, AsStatus, Draining, NotLoaded
-from .images import Image, check_count, named
+from .images import DEFAULT_FPS, Image, Video, check_count, named
 from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
@@ -188,8 +188,7 @@ def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
                                  want_text=spec.want_text, tenant=spec.tenant, resumed=spec.resumed,
                                  deaths=spec.deaths, adapter=spec.adapter, trace=spec.trace,
                                  samples=[pb.TokenIds(ids=ids) for ids in spec.samples],
-                                 images=[pb.Image(content=image.content, min_pixels=image.min_pixels,
-                                                  max_pixels=image.max_pixels) for image in spec.images])
+                                 images=map(_image_to_pb, spec.images))
     if spec.input_ids is not None:
         message.input_ids.ids.extend(spec.input_ids)
     elif spec.text is not None:
@@ -235,14 +234,27 @@ def _from_json(name: str, text: str) -> Any:
         raise ValueError(f"{name} is not JSON: {error}") from None
 
 
+def _image_to_pb(image: Image | Video) -> pb.Image:
+    if isinstance(image, Video):
+        return pb.Image(frames=image.frames, fps=image.fps, min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+    return pb.Image(content=image.content, min_pixels=image.min_pixels, max_pixels=image.max_pixels)
+
+
+def _image_from_pb(message: pb.Image) -> Image | Video:
+    if not message.frames:
+        return Image(message.content, message.min_pixels, message.max_pixels)
+    if message.content:
+        raise ValueError("it has both content and frames; an image has content, a video frames")
+    return Video(tuple(message.frames), message.fps or DEFAULT_FPS, message.min_pixels, message.max_pixels)
+
+
 def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
     """A message as a request; raises ValueError or TypeError for a request that no engine would accept."""
     spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
                        generated=list(message.generated), want_text=message.want_text, tenant=message.tenant,
                        samples=[list(sample.ids) for sample in message.samples], resumed=message.resumed,
                        deaths=message.deaths, adapter=message.adapter, trace="")
-    spec.images = [named(f"images[{i}]", Image, one.content, one.min_pixels, one.max_pixels)
-                   for i, one in enumerate(message.images)]
+    spec.images = [named(f"images[{i}]", _image_from_pb, one) for i, one in enumerate(message.images)]
     spec.check_tenant()
     spec.trust_trace(message.trace)
     kind = message.WhichOneof("prompt")

@@ -9,7 +9,7 @@ from typing import Any
 from .chat import ChatOptions
 from .config import GenerateConfig
 from .fields import valid_unicode
-from .images import Image
+from .images import Image, Video
 
 MAX_TENANT_BYTES = 256
 #: bytes of a request's parts from which on making its message takes long
@@ -59,9 +59,10 @@ class RequestSpec:
     text_pair: str | None = None
     #: a chat, [{"role": "user", "content": "…"}, …], which the checkpoint's chat template renders
     messages: list[dict[str, Any]] | None = None
-    #: images of the prompt in the order of its placeholders: the parts {"type": "image"} of messages, or what the
-    #: model has for them in text and ids. They stay when the prompt becomes ids, which hold all tokens of each image
-    images: list[Image] = field(default_factory=list)
+    #: images and videos of the prompt in the order of its placeholders: the parts {"type": "image"} of messages, or
+    #: what the model has for them in text and ids. They stay when the prompt becomes ids, which hold all tokens of
+    #: each image
+    images: list[Image | Video] = field(default_factory=list)
     #: options of messages, also once they are tokenized; None: a plain chat, or no chat
     chat: ChatOptions | None = None
     config: GenerateConfig = field(default_factory=GenerateConfig)
@@ -90,10 +91,10 @@ class RequestSpec:
     #: whether its message takes long to make, so that event loops leave that to a thread
     large: bool = False
 
-    def set_images(self, images: list[Image]) -> None:
-        """Sets the images of the prompt."""
+    def set_images(self, images: list[Image | Video]) -> None:
+        """Sets the images and videos of the prompt."""
         self.images = images
-        self.large = sum(len(image.content) for image in images) > LARGE
+        self.large = sum(image.size for image in images) > LARGE
 
     def set_prompt(self, ids: list[int]) -> None:
         """Replace the prompt by its ids. Text that another server renders or tokenizes again may give other ids."""

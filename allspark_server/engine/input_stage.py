@@ -141,7 +141,8 @@ class InputStage:
         if self.images.together and (spec.config.prompt_logprobs is not None or spec.config.pooling is not None):
             raise ValueError(f"images: prompt_logprobs and pooling are not available for prompts with images of model "
                              f"{self._info.name!r}, which computes all rows of an image in one step")
-        return self.images.read(self._text_ids(spec, bare), spec.images, self._info.max_length, spec.cache_scope)
+        return self.images.read(self._text_ids(spec, bare), spec.images, self._info.max_length, spec.cache_scope,
+                                lambda text: self._need_tokenizer().encode(text, add_special_tokens=False))
 
     def _text_ids(self, spec: RequestSpec, bare: bool) -> list[int]:
         """The prompt's ids, with a placeholder for each image."""

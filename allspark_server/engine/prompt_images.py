@@ -20,7 +20,7 @@ from ..scheduler import PlacedImage, PromptImages
 from .image_encoder import ImageEncoder
 
 if TYPE_CHECKING:
-    from allspark_client.images import Image
+    from allspark_client.images import Image, Video
 
     from ..images import ImageProcessor
 
@@ -59,10 +59,11 @@ class ImageStage:
         """What the patches of an image depend on besides it."""
         return self._processor.settings
 
-    def read(self, ids: list[int], images: Sequence[Image], most_tokens: int, scope: str
-             ) -> tuple[list[int], ReadImages]:
+    def read(self, ids: list[int], images: Sequence[Image | Video], most_tokens: int, scope: str,
+             encode: Callable[[str], list[int]]) -> tuple[list[int], ReadImages]:
         """The ids of a prompt with those of its images, and the images. `most_tokens`: of the prompt. `scope`: requests
-        share rows within one. ValueError or AllSparkError if an image is wrong, or if they do not fit the prompt.
+        share rows within one. `encode`: the ids of a text. ValueError or AllSparkError if an image is wrong, or if they
+        do not fit the prompt.
         """
         rows: dict[bytes, np.ndarray] = {}
 
@@ -85,11 +86,11 @@ class ImageStage:
         while len(self._sizes) > _MOST_SIZES:
             self._sizes.pop(next(iter(self._sizes)), None)
         self._sizes.update({image.digest: replace(image, patches=_NO_PATCHES) for image in found})
-        return self._processor.expand(ids, found), ReadImages(found, rows)
+        return self._processor.expand(ids, found, encode), ReadImages(found, rows)
 
     def place(self, ids: list[int], images: ReadImages) -> PromptImages:
         """Where a prompt takes the rows of its images."""
-        places = np.flatnonzero(np.array(ids, np.int32) == self._processor.token).astype(np.int32)
+        places = np.flatnonzero(np.isin(np.array(ids, np.int32), self._processor.tokens)).astype(np.int32)
         ends = list(itertools.accumulate(image.tokens for image in images.inputs))
         placed = []
         for image, end in zip(images.inputs, ends):
@@ -97,7 +98,8 @@ class ImageStage:
             placed.append(PlacedImage(image.digest, int(own[0]), int(own[-1]) + 1, own, images.rows.get(image.digest)))
         if not self._rotary_parts:
             return PromptImages(placed, together=self.together)
-        return PromptImages(placed, *rotary_positions(placed, [self._units(image) for image in images.inputs]))
+        grids = [grid for image, place in zip(images.inputs, placed) for grid in self._grids(image, place)]
+        return PromptImages(placed, *rotary_positions(grids))
 
     def compute(self, scope: str, images: ReadImages, placed: PromptImages,
                 wanted: Callable[[], bool]) -> Future[bool] | None:
@@ -156,24 +158,44 @@ class ImageStage:
             found[image.order < 0] = self.encoder.row_end
         return found
 
-    def _units(self, image: ImageInput) -> tuple[int, int, int]:
-        """Frames, rows and columns of an image's embedding rows."""
+    def _grids(self, image: ImageInput, place: PlacedImage) -> list[Grid]:
+        """The grids of positions of an image: one, or one for each view of a video that is among text."""
         frames, height, width = image.grid
         side = math.isqrt(self.encoder.vision.merge)
-        return frames, height // side, width // side
+        height, width = height // side, width // side
+        if not image.times or image.interval:
+            return [Grid(place.first, frames, height, width, image.interval or 1.0)]
+        return [Grid(int(place.places[i * height * width]), 1, height, width) for i in range(frames)]
 
 
-def rotary_positions(images: Sequence[PlacedImage], grids: Sequence[tuple[int, int, int]]) -> tuple[np.ndarray, int]:
+@dataclass(frozen=True)
+class Grid:
+    """Adjacent embedding rows of a prompt from position `first` on. interval: how far frames are apart in time."""
+
+    first: int
+    frames: int
+    height: int
+    width: int
+    interval: float = 1.0
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Time, height and width of each row, int32 [rows, 3]."""
+        places = np.indices((self.frames, self.height, self.width)).reshape(3, -1).T
+        times = (np.arange(self.frames, dtype=np.float32) * np.float32(self.interval)).astype(np.int32)
+        return np.column_stack([times[places[:, 0]], places[:, 1:]]).astype(np.int32)
+
+
+def rotary_positions(grids: Sequence[Grid]) -> tuple[np.ndarray, int]:
     """The rotary positions (time, height, width), int32 [n, 3], of a prompt up to the end of its last image, and how
-    far those of later positions are ahead of their number: transformers' get_rope_index. grids: frames, rows and
-    columns of the images, whose rows are adjacent.
+    far those of later positions are ahead of their number: transformers' get_rope_index. What is generated continues
+    the text, as in transformers' generate, also where the time of a long video ends behind it.
     """
     parts, end, following = [], 0, 0
-    for image, (frames, height, width) in zip(images, grids):
-        text = np.arange(following, following + image.first - end, dtype=np.int32)
-        following += image.first - end
-        grid = np.indices((frames, height, width)).reshape(3, -1).T
-        parts += [np.repeat(text[:, None], 3, 1), (following + grid).astype(np.int32)]
-        following += max(frames, height, width)
-        end = image.end
+    for grid in grids:
+        text = np.arange(following, following + grid.first - end, dtype=np.int32)
+        following += grid.first - end
+        parts += [np.repeat(text[:, None], 3, 1), following + grid.positions]
+        following += max(grid.height, grid.width)
+        end = grid.first + grid.frames * grid.height * grid.width
     return np.concatenate(parts), following - end

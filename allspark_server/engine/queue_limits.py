@@ -22,7 +22,7 @@ def estimated_size(spec: RequestSpec) -> int:
     words = sum(map(len, (*spec.config.stop_words_ids, *spec.config.bad_words_ids))) + len(spec.config.logit_bias)
     generated = len(spec.generated) + sum(map(len, spec.samples))
     size = spec.config.n * SEQUENCE_BYTES + TOKEN_BYTES * (words + generated)
-    size += sum(len(image.content) for image in spec.images)
+    size += sum(image.size for image in spec.images)
     if spec.input_ids is not None:
         return size + TOKEN_BYTES * len(spec.input_ids)
     return size + len(str(spec.text or spec.messages))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .images import ImageSource, ImageUrl, ProcessorKwargs
+from .images import ImageSource, ImageUrl, ProcessorKwargs, VideoUrl
 from .wire import CUT, INT32_MAX, Expression, Generation, JsonObject, Many, Metadata, Wire
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1, max_length=128), CUT]
@@ -32,6 +32,13 @@ class ImagePart(Wire):
     image_url: ImageUrl | str
 
 
+class VideoPart(Wire):
+    """A video in a message."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl | str
+
+
 class RefusalPart(Wire):
     """A refusal in a message of the assistant."""
 
@@ -39,8 +46,8 @@ class RefusalPart(Wire):
     refusal: str
 
 
-Seen = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
+Seen = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart | VideoPart | RefusalPart, Field(discriminator="type")]
 Content = str | Annotated[Many[Seen], Field(min_length=1)]
 
 
@@ -110,6 +117,14 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 Messages = Annotated[Many[Message], Field(min_length=1, max_length=4096)]
 
 
+def _plain_part(place: str, part: TextPart | ImagePart | VideoPart | RefusalPart) -> dict[str, Any]:
+    if isinstance(part, ImagePart):
+        return ImageSource.of_url(f"{place}.image_url", part.image_url).part()
+    if isinstance(part, VideoPart):
+        return ImageSource.of_video(f"{place}.video_url", part.video_url).part()
+    return part.model_dump()
+
+
 def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
     """Messages in the form of chat templates, with images as `read_images` takes them."""
     plain_chat = []
@@ -117,9 +132,8 @@ def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
         plain = message.model_dump(exclude_none=True, exclude={
             "content": True, "refusal": True, "annotations": True, "tool_calls": {"__all__": {"index"}}})
         if isinstance(message.content, list):
-            plain["content"] = [
-                ImageSource.of_url(f"messages[{i}].content[{j}].image_url", part.image_url).part()
-                if isinstance(part, ImagePart) else part.model_dump() for j, part in enumerate(message.content)]
+            plain["content"] = [_plain_part(f"messages[{i}].content[{j}]", part)
+                                for j, part in enumerate(message.content)]
         elif message.content is not None:
             plain["content"] = message.content
         if message.role == "developer":     # templates know only the older name
@@ -263,7 +277,8 @@ class ChatRequest(Generation):
         bool | None, Field(description="llama-server's: the answer, of a stream its last chunk, has `timings`")
     ] = None
     mm_processor_kwargs: Annotated[
-        ProcessorKwargs | None, Field(description="vLLM's: the least and most pixels of images that set none")
+        ProcessorKwargs | None,
+        Field(description="vLLM's: the least and most pixels of images, and the fps of videos, that set none")
     ] = None
     modalities: Many[Literal["text", "audio"]] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

@@ -1,4 +1,4 @@
-"""Images in bodies of chats, responses and messages, and how they come into the request to the pool."""
+"""Images and videos in bodies of chats, responses and messages, and how they come into the request to the pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from allspark_client.images import DETAIL_PIXELS, MAX_IMAGES, Image, content_of_base64, content_of_data_url, lower_bound
+from allspark_client.images import (
+    DEFAULT_FPS,
+    DETAIL_PIXELS,
+    MAX_IMAGES,
+    Image,
+    Video,
+    content_of_base64,
+    content_of_data_url,
+    frames_of_data_url,
+    lower_bound,
+)
 from allspark_client.request import LARGE, RequestSpec
 from allspark_client.types import ModelInfo
 
@@ -18,6 +28,7 @@ from .image_urls import ALL_SECONDS, OF_REQUEST
 from .wire import INT32_MAX, Wire
 
 Detail = Literal["auto", "low", "high", "original"]
+Fps = Annotated[float | None, Field(ge=0.01, le=1000)]
 Pixels = Annotated[int | None, Field(ge=1, le=INT32_MAX)]
 
 
@@ -33,22 +44,35 @@ class ImageUrl(Wire):
     max_pixel: Pixels = None
 
 
-class ProcessorKwargs(Wire):
-    """vLLM's options of the processor of images, for all images of a request."""
+class VideoUrl(Wire):
+    """A video: a data URL of its frames, and how many of them are for a second."""
 
+    url: str
+    fps: Annotated[Fps, Field(description="So many frames are for a second; 2 by default")] = None
     min_pixels: Pixels = None
     max_pixels: Pixels = None
 
 
+class ProcessorKwargs(Wire):
+    """vLLM's options of the processor of images, for all images of a request; `fps`: of its videos."""
+
+    min_pixels: Pixels = None
+    max_pixels: Pixels = None
+    fps: Fps = None
+
+
 @dataclass
 class ImageSource:
-    """An image as a body has it. `place`: its field there. `url` or `base64` has it; the bounds are those of Image."""
+    """An image or a video as a body has it. `place`: its field there. `url` or `base64` has it; the bounds are those of
+    Image. `fps`: of a video, None if the body does not say; 0 of an image.
+    """
 
     place: str
     url: str = ""
     base64: str | None = None
     min_pixels: int = 0
     max_pixels: int = 0
+    fps: float | None = 0
 
     @classmethod
     def of_url(cls, place: str, given: ImageUrl | str) -> ImageSource:
@@ -58,15 +82,22 @@ class ImageSource:
         return cls(place, given.url, None, given.min_pixels or given.min_pixel or 0,
                    lower_bound(given.max_pixels or given.max_pixel or 0, DETAIL_PIXELS[given.detail or "auto"]))
 
+    @classmethod
+    def of_video(cls, place: str, given: VideoUrl | str) -> ImageSource:
+        """That of vLLM's field."""
+        if isinstance(given, str):
+            return cls(place, given, fps=None)
+        return cls(place, given.url, None, given.min_pixels or 0, given.max_pixels or 0, given.fps)
+
     def part(self) -> dict[str, Any]:
         """The part of a message that stands for it until `read_images`."""
-        return {"type": "image", "source": self}
+        return {"type": "image" if self.fps == 0 else "video", "source": self}
 
 
 def check_sees(info: ModelInfo, messages: list[dict[str, Any]]) -> list[ImageSource]:
     """The images of a chat's messages, in order. Raises ApiError if they are too many, or the model sees none."""
     sources = [part["source"] for message in messages if isinstance(message.get("content"), list)
-               for part in message["content"] if part["type"] == "image"]
+               for part in message["content"] if part["type"] in ("image", "video")]
     if sources and not info.sees_images:
         raise bad_value(sources[0].place, f"the model '{info.name}' sees no images")
     if len(sources) > MAX_IMAGES:
@@ -98,11 +129,29 @@ async def read_images(call: Call, info: ModelInfo, spec: RequestSpec, bounds: Pr
 
 
 def _bare(part: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "image"} if part["type"] == "image" else part
+    return {"type": part["type"]} if part["type"] in ("image", "video") else part
 
 
-async def _read(call: Call, source: ImageSource, bounds: ProcessorKwargs, of_request: asyncio.Semaphore) -> Image:
+def _check_size(call: Call, content: bytes) -> None:
+    limit = call.worker.images.max_bytes
+    if len(content) > limit:
+        raise ValueError(f"it has {len(content)} bytes; an image may have at most {limit} (--max-image-mib)")
+
+
+async def _read_video(call: Call, source: ImageSource, bounds: ProcessorKwargs) -> Video:
+    text = source.url
+    frames = await asyncio.to_thread(frames_of_data_url, text) if len(text) > LARGE else frames_of_data_url(text)
+    for frame in frames:
+        _check_size(call, frame)
+    return Video(frames, source.fps or bounds.fps or DEFAULT_FPS, source.min_pixels or bounds.min_pixels or 0,
+                 lower_bound(source.max_pixels, bounds.max_pixels or 0))
+
+
+async def _read(call: Call, source: ImageSource, bounds: ProcessorKwargs, of_request: asyncio.Semaphore
+                ) -> Image | Video:
     try:
+        if source.fps != 0:
+            return await _read_video(call, source, bounds)
         if source.base64 is not None or source.url[:5].lower() == "data:":
             decode, text = (content_of_data_url, source.url) if source.base64 is None else \
                 (content_of_base64, source.base64)
@@ -110,9 +159,7 @@ async def _read(call: Call, source: ImageSource, bounds: ProcessorKwargs, of_req
         else:
             content = await call.worker.images.fetch(source.url, of_request)
             call.hold_image(len(content))
-        limit = call.worker.images.max_bytes
-        if len(content) > limit:
-            raise ValueError(f"it has {len(content)} bytes; an image may have at most {limit} (--max-image-mib)")
+        _check_size(call, content)
         return Image(content, source.min_pixels or bounds.min_pixels or 0,
                      lower_bound(source.max_pixels, bounds.max_pixels or 0))
     except ValueError as error:

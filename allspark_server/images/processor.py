@@ -12,7 +12,7 @@ import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeGuard
 
 import numpy as np
 
@@ -38,15 +38,33 @@ class EncodedImage(Protocol):
     def max_pixels(self) -> int: ...    # noqa: D102
 
 
+class EncodedVideo(Protocol):
+    """A video of a request. `frames`: files as of images, `fps` of them for each second; the rest as of an image."""
+
+    @property
+    def frames(self) -> Sequence[bytes]: ...    # noqa: D102
+
+    @property
+    def fps(self) -> float: ...         # noqa: D102
+
+    @property
+    def min_pixels(self) -> int: ...    # noqa: D102
+
+    @property
+    def max_pixels(self) -> int: ...    # noqa: D102
+
+
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """One image as its model takes it.
+    """One image, or one video, as its model takes it.
 
     `digest`: 16 bytes that stand for the file, the options of the image and the settings of the processor. `patches`:
     float32 [rows, values of a patch]. `grid`: (views, rows, columns) of patches: the vision tower computes each view by
     itself, and all have as many rows. `tokens`: the number of its embedding rows, which are as many positions of the
     prompt. `order`: int32 [tokens], which output of the tower each of them is, the views' outputs one after the other,
-    or -1 for the row that ends a row of the image; None for all as they are.
+    or -1 for the row that ends a row of the image; None for all as they are. `times`: of a video, the second that is
+    the middle of each view; () of an image. `interval`: of a video, how far the views' positions in time are apart; 0
+    if views are among text, with positions of their own.
 
     merge * merge adjacent rows of `patches` make one embedding row (`ImageProcessor.merge`): the rows are blocks of
     merge x merge patches in raster order, the patches of a block in raster order too. So merge = 1 is raster order. The
@@ -58,6 +76,8 @@ class ImageInput:
     grid: tuple[int, int, int]
     tokens: int
     order: np.ndarray | None = None
+    times: tuple[float, ...] = ()
+    interval: float = 0.0
 
     def views(self, outputs: int) -> list[ImageInput]:
         """The views as images of their own, whose tokens are all `outputs` of the tower for a view."""
@@ -132,18 +152,43 @@ class ImageProcessor(ABC):
         """The ids of an image in a prompt."""
         return [self.token] * image.tokens
 
+    @property
+    def video_token(self) -> int | None:
+        """The id at whose positions a prompt takes embedding rows of videos, and which stands for one in a chat; None
+        if the model takes none.
+        """
+        return None
+
+    def video_sequence(self, video: ImageInput, encode: Callable[[str], list[int]]) -> list[int]:
+        """The ids of a video in a prompt. `encode`: those of a text."""
+        raise NotImplementedError
+
+    def make_video(self, video: EncodedVideo, digest: bytes, check: Callable[[int], None]) -> ImageInput:
+        """As `make`, of a video."""
+        raise ValueError("is one too many: this model takes images, but no videos")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids at whose positions a prompt takes embedding rows."""
+        return (self.token,) if self.video_token is None else (self.token, self.video_token)
+
     def cut(self, pixels: np.ndarray) -> np.ndarray:
         """The rows of ImageInput.patches of an image, uint8 [height, width, 3]."""
         return self.normalization.apply(blocks(pixels, self.patch, self.merge), 1).reshape(-1, 3 * self.patch ** 2)
 
-    def digest(self, image: EncodedImage) -> bytes:
-        """What stands for an image once it is processed (ImageInput.digest)."""
+    def digest(self, image: EncodedImage | EncodedVideo) -> bytes:
+        """What stands for an image or a video once it is processed (ImageInput.digest)."""
+        if _is_video(image):
+            contents = b"".join(hashlib.blake2b(frame).digest() for frame in image.frames)
+            options = repr((image.fps, image.min_pixels, image.max_pixels, self))
+            return hashlib.blake2b(b"video" + contents + options.encode(), digest_size=16).digest()
+        assert _is_image(image)
         options = repr((image.min_pixels, image.max_pixels, self)) if self.takes_pixels else repr(self)
         return hashlib.blake2b(hashlib.blake2b(image.content).digest() + options.encode(), digest_size=16).digest()
 
-    def process(self, images: Sequence[EncodedImage], most_tokens: int | None = None,
+    def process(self, images: Sequence[EncodedImage | EncodedVideo], most_tokens: int | None = None,
                 known: Callable[[bytes], ImageInput | None] = lambda digest: None) -> list[ImageInput]:
-        """Decodes and cuts the images of a request.
+        """Decodes and cuts the images and videos of a request.
 
         `most_tokens`: of all images together. `known`: what is taken for the image of a digest without decoding it;
         None if it must be decoded. AllSparkError names the image that is wrong, or exceeds a limit, and why.
@@ -153,9 +198,12 @@ class ImageProcessor(ABC):
             left = None if most_tokens is None else most_tokens - sum(each.tokens for each in found)
             try:
                 digest = self.digest(image)
-                found.append(known(digest) or self.make(image, digest, functools.partial(self._check, left)))
+                check = functools.partial(self._check, left)
+                found.append(known(digest) or (self.make_video(image, digest, check) if _is_video(image) else
+                                               self.make(image, digest, check)))  # type: ignore[arg-type]
             except ValueError as error:
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"image {number} of the request {error}") from None
+                kind = "video" if _is_video(image) else "image"
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{kind} {number} of the request {error}") from None
         return found
 
     @staticmethod
@@ -175,16 +223,27 @@ class ImageProcessor(ABC):
         grid = (1, pixels.shape[0] // self.patch, pixels.shape[1] // self.patch)
         return ImageInput(digest, self.cut(pixels), grid, grid[1] * grid[2] // self.merge ** 2)
 
-    def expand(self, ids: Sequence[int], images: Sequence[ImageInput]) -> list[int]:
-        """The ids of a prompt in which each placeholder is replaced by the ids of its image.
+    def expand(self, ids: Sequence[int], images: Sequence[ImageInput],
+               encode: Callable[[str], list[int]] = lambda text: []) -> list[int]:
+        """The ids of a prompt in which each placeholder is replaced by the ids of its image or video.
 
-        A prompt in which that was done already is returned as it is. ValueError if ids and images do not fit.
+        `encode`: the ids of a text, for videos. A prompt in which that was done already is returned as it is.
+        ValueError if ids and images do not fit.
         """
-        ids, sequences = list(ids), [self.sequence(image) for image in images]
-        places = [place for place, i in enumerate(ids) if i == self.placeholder]
+        ids = list(ids)
+        sequences = [self.video_sequence(image, encode) if image.times else self.sequence(image) for image in images]
+        placeholders = [self.video_token if image.times else self.placeholder for image in images]
+        places = [place for place, i in enumerate(ids) if i in (self.placeholder, self.video_token)]
         if self._is_expanded(ids, sequences, len(places)):
             return ids
-        if len(places) != len(images) or (self.token != self.placeholder and self.token in ids):
+        if self.video_token in (*ids, *placeholders):
+            if (found := [ids[place] for place in places]) != placeholders:
+                raise ValueError(
+                    f"the prompt has {found.count(self.placeholder)} image placeholders (id {self.placeholder}) and "
+                    f"{len(found) - found.count(self.placeholder)} video placeholders (id {self.video_token}), and the "
+                    f"request {placeholders.count(self.placeholder)} images and {placeholders.count(self.video_token)} "
+                    "videos: expected is one placeholder for each, in the same order, or their own ids")
+        elif len(places) != len(images) or (self.token != self.placeholder and self.token in ids):
             raise ValueError(
                 f"the prompt has {len(places)} image placeholders (id {self.placeholder}) and the request "
                 f"{len(images)} images: expected is one placeholder an image, or the images' own ids, which have "
@@ -194,17 +253,18 @@ class ImageProcessor(ABC):
 
     def _is_expanded(self, ids: list[int], sequences: list[list[int]], placeholders: int) -> bool:
         if not sequences:
-            return not placeholders and self.token not in ids
+            return not placeholders and not set(self.tokens) & set(ids)
         end = 0
         for sequence in sequences:
+            offset, token = next((i, token) for i, token in enumerate(sequence) if token in self.tokens)
             try:
-                begin = ids.index(self.token, end) - sequence.index(self.token)
+                begin = ids.index(token, end) - offset
             except ValueError:
                 return False
             if begin < end or ids[begin:begin + len(sequence)] != sequence:
                 return False
             end = begin + len(sequence)
-        return self.token not in ids[end:]
+        return not set(self.tokens) & set(ids[end:])
 
     def _replaced(self, ids: list[int], places: list[int], sequences: list[list[int]]) -> list[int]:
         found, end = [], 0
@@ -220,6 +280,14 @@ class ImageProcessor(ABC):
     def close(self) -> None:
         """Ends the processes. Those that are still at work end with their request."""
         self.decoder.close()
+
+
+def _is_video(given: EncodedImage | EncodedVideo) -> TypeGuard[EncodedVideo]:
+    return hasattr(given, "frames")
+
+
+def _is_image(given: EncodedImage | EncodedVideo) -> TypeGuard[EncodedImage]:
+    return not hasattr(given, "frames")
 
 
 def blocks(pixels: np.ndarray, patch: int, merge: int) -> np.ndarray:

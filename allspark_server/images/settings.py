@@ -20,6 +20,7 @@ CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.261302
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers
 
 _FILES = (("processor_config.json", "image_processor"), ("preprocessor_config.json", ""))
+_VIDEO_FILES = (("processor_config.json", "video_processor"), ("video_preprocessor_config.json", ""))
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,16 @@ def check_tower(config: Fields, **values: int) -> None:
 
 def read_settings(directory: str | Path) -> Settings | None:
     """The settings of a checkpoint; None if it has no image processor."""
-    for name, key in _FILES:
+    return _read(directory, _FILES)
+
+
+def read_video_settings(directory: str | Path) -> Settings | None:
+    """The settings of videos; None if the checkpoint has none of their own."""
+    return _read(directory, _VIDEO_FILES)
+
+
+def _read(directory: str | Path, files: Sequence[tuple[str, str]]) -> Settings | None:
+    for name, key in files:
         path = Path(directory, name)
         if not os.path.lexists(path):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.generate_checks import MAX_STOPS, MAX_WORD_IDS, MAX_WORDS
-from allspark_client.images import MAX_IMAGES
+from allspark_client.images import MAX_FRAMES, MAX_IMAGES
 from allspark_client.types import ModelInfo
 
 from ..access import Role
@@ -42,6 +42,8 @@ def check_sizes(request: pb.GenerateRequest, info: ModelInfo, role: Role) -> Non
           for i, sample in enumerate(request.samples[:MAX_SAMPLES])),
         ("messages", len(request.chat.messages), MAX_MESSAGES, "messages"),
         ("images", len(request.images), MAX_IMAGES, "images"),
+        *((f"images[{i}].frames", len(image.frames), MAX_FRAMES, "frames")
+          for i, image in enumerate(request.images[:MAX_IMAGES])),
         ("eos_token_id", len(config.eos_token_ids.ids), MAX_WORDS, "ids"),
         ("stop_words_ids", len(config.stop_words_ids), MAX_WORDS, "words"),
         ("bad_words_ids", len(config.bad_words_ids), MAX_WORDS, "words"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import os
 import random
 import subprocess
@@ -28,7 +29,7 @@ from allspark_client import (
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.affinity import beginnings
 from allspark_client.engine import request_spec
-from allspark_client.images import Image, as_image, take_images
+from allspark_client.images import Image, Video, as_image, as_video, take_images
 from support.fake_engine import FakeEngine
 from support.fake_service import serving, tokens, wait_until
 from support.pictures import data_url, decoded, encoded, pixels
@@ -196,7 +197,14 @@ def test_detail_and_bounds():
     ({"messages": chat_of({"type": "image", "image": b"GIF89a", "path": Path("x")})}, "it has image and path"),
     ({"messages": chat_of({"type": "image_url"})}, "image_url must be a dict such as"),
     ({"messages": chat_of({"type": "image_url", "image_url": {"url": b"GIF89a"}})}, "image_url must be a dict such as"),
-    ({"messages": chat_of({"type": "video", "video": "x"})}, "type='video' is not offered; allowed: .*'image'"),
+    ({"messages": chat_of({"type": "audio", "audio": "x"})}, "type='audio' is not offered; allowed: .*'video'"),
+    ({"messages": chat_of({"type": "video", "video": "x"})}, "'x' is no data URL of a video's frames"),
+    ({"messages": chat_of({"type": "video"})}, r"content'\]\[0\]: it has no video; a video has its frames in 'video'"),
+    ({"messages": chat_of({"type": "video", "video": b"GIF89a"})}, "a video must be a list of frames.* files are not"),
+    ({"messages": chat_of({"type": "video", "video": []})}, "the video has 0 frames; allowed: 1 to 768"),
+    ({"messages": chat_of({"type": "video", "video": [b"GIF89a", b"x"]})}, "frame 1: the image begins with b'x'"),
+    ({"messages": chat_of({"type": "video", "video": [b"GIF89a"], "fps": 0})}, "fps=0: a video has from 0.01 to 1000"),
+    ({"messages": chat_of({"type": "video_url", "video_url": "data:video/mp4;base64,QQ=="})}, "is no data URL of"),
     ({"text": "x", "images": b"GIF89a"}, "images must be a list"),
     ({"input_ids": [1], "images": [b"GIF89a"] * 257}, "images has 257 images; allowed: at most 256"),
 ])
@@ -208,13 +216,13 @@ def test_wrong_places_are_refused(inputs, text):
 def test_rank_0_reads_no_part_itself():
     """A client in another language cannot make the server read files, and each part needs its image."""
     image, part = pb.Image(content=encoded(pixels())), '{"role": "user", "content": [{"type": "image"}]}'
-    for json, sent, text in (
+    for sent_json, sent, text in (
             ('{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}', [], "'images'"),
             ('{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}', [], "not offered"),
             ('{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}', [image], "1 images.* 2 parts"),
             (part, [pb.Image(content=b"%PDF-1.7")], r"images\[0\]: .*PDF"),
             (part, [pb.Image(content=b"GIF89a", min_pixels=-1)], r"images\[0\]: min_pixels=-1")):
-        message = pb.GenerateRequest(model="m", chat=pb.Chat(messages=[pb.ChatMessage(json=json)]), images=sent)
+        message = pb.GenerateRequest(model="m", chat=pb.Chat(messages=[pb.ChatMessage(json=sent_json)]), images=sent)
         with pytest.raises(ValueError, match=text):
             convert.request_from_pb(message)
 
@@ -333,3 +341,36 @@ def test_too_many_images_are_refused_before_they_are_read():
                                     pb.GenerateResponse.FromString)
         with pytest.raises(grpc.RpcError, match="images has 257 images; allowed: at most 256"):
             next(call(message))
+
+
+# -- videos ------------------------------------------------------------------------------------------------------------
+def test_videos_in_every_form():
+    """All become the same frames, which go to rank 0 in the order of the chat."""
+    frames = [encoded(pixels(6 + i)) for i in range(3)]
+    url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
+    wanted = Video(tuple(frames), 4.0)
+    for part in ({"type": "video", "video": frames, "fps": 4}, {"type": "video", "video": url, "fps": 4.0},
+                 {"type": "video", "video": wanted}, {"type": "video_url", "video_url": {"url": url, "fps": 4}},
+                 {"type": "video_url", "video_url": url, "fps": 4}):
+        spec = request_spec("m", {"messages": chat_of(part, {"type": "image", "image": frames[0]})}, None)
+        assert spec.images == [wanted, Image(frames[0])]
+        assert [p["type"] for p in spec.messages[0]["content"]] == ["video", "image"]
+        again = convert.request_from_pb(convert.request_to_pb(spec))
+        assert again.images == spec.images and again.images[0].digest == wanted.digest
+    array = np.zeros((2, 5, 7, 3), np.uint8)
+    video = as_video(array, min_pixels=9)
+    assert video == Video((as_image(array[0]).content,) * 2, 2.0, 9) and video.size == 2 * len(video.frames[0])
+    assert len({wanted.digest, Video(wanted.frames, 2.0).digest, Video(wanted.frames[:2], 4.0).digest}) == 3
+
+
+def test_rank_0_checks_the_kinds_of_parts():
+    frame = encoded(pixels())
+    for kind, sent, text in (("image", pb.Image(frames=[frame]), r"images\[0\] is a video, and the part"),
+                             ("video", pb.Image(content=frame), r"images\[0\] is an image, and the part"),
+                             ("video", pb.Image(content=frame, frames=[frame]), "both content and frames"),
+                             ("video", pb.Image(frames=[b"x"]), r"images\[0\]: frames\[0\]: the image begins"),
+                             ("video", pb.Image(frames=[frame], fps=-1), "fps=-1.0: a video has")):
+        message = pb.GenerateRequest(model="m", images=[sent])
+        message.chat.messages.add(json=json.dumps({"role": "user", "content": [{"type": kind}]}))
+        with pytest.raises(ValueError, match=text):
+            convert.request_from_pb(message)

@@ -20,13 +20,14 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from allspark_client import AllSparkError, AsModelConfig, GenerateConfig, GenerateRequestStatus
+from allspark_client.images import Video
 from allspark_client.request import RequestSpec
 from allspark_server import HuggingFaceModel
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
 from support.driver import Driver
 from support.invariance import bits
 from support.units import GPUS
-from support.vision import CONFIGS, END, PAD, START, TOGETHER, Reference, checkpoint, picture, placed
+from support.vision import CONFIGS, END, PAD, START, TOGETHER, VIDEO, Reference, checkpoint, film, picture, placed
 
 pytestmark = pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 slow = pytest.mark.slow
@@ -38,7 +39,7 @@ _models: dict[str, str] = {}    # the checkpoint of each
 
 def text(length: int, seed: int = 0) -> list[int]:
     """Random ids that are no marks of images."""
-    return np.random.default_rng((seed, length)).integers(10, VOCAB, length).tolist()
+    return np.random.default_rng((seed, length)).integers(11, VOCAB, length).tolist()
 
 
 def shown(*parts: int | list[int]) -> list[int]:
@@ -353,3 +354,101 @@ def test_experts_as_published_checkpoints_store_them(tmp_path):
         with Driver(directory, engine_max_length=64) as own:
             outputs.append([row.tobytes() for row in own.generate(text(20), 4)[1]])
     assert outputs[0] == outputs[1]
+
+
+# -- videos ------------------------------------------------------------------------------------------------------------
+QWEN = [name for name in CONFIGS if name.startswith("qwen")]
+_FILM = [START, VIDEO, END]
+#: a video of an odd number of frames among text; one behind an image, whose time ends behind what follows it
+FILMS = [
+    ([*text(9), *_FILM, *text(40)], [film(5, 40, 60, 3.0)]),
+    ([START, PAD, END, *text(20), *_FILM, *text(3), *_FILM, *text(2)],
+     [picture(30, 50), film(20, 20, 30, 0.7, 1), film(2, 50, 31, 1.5, 2)]),
+]
+
+
+@pytest.mark.parametrize("where, model", [
+    pytest.param(where, model, marks=() if (where, model) in (
+        ("engine", "qwen2-vl"), ("engine", "qwen2.5-vl"), ("client-2", "qwen3-vl")) else slow)
+    for where in ("engine", "client-2", "client-3") for model in QWEN
+    if where != "client-3" or model not in ("qwen3.5", "qwen3-vl-moe")])     # which 3 ranks cannot divide
+def test_videos(engine_of, references, where, model):
+    """Log probabilities of the prompt's rows, behind videos and between them, and of the output."""
+    engine, reference = engine_of(where), references(model)
+    with installed(engine, model) as name:
+        for prompt, images in FILMS:
+            *_, results = start(engine, name, (prompt, images), max_new_tokens=24, prompt_logprobs=4)
+            elements = list(results)
+            tokens = [i for element in elements for i in element.ids_from_generate]
+            ids = reference.processor.expand(prompt, reference.processor.process(images), reference.encode)
+            logits = reference.logits(ids, images)
+            normed = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+            rows = [row for element in elements for row in element.prompt_logprobs_list]
+            assert len(rows) == len(ids) - 1 and len(tokens) == 24
+            worst = max(abs(value - normed[i, token]) for i, row in enumerate(rows) for token, value in row)
+            assert worst <= 2 * LOGIT_TOLERANCE * logits.std()
+            expected, rows = reference.generated(ids, images, 24)
+            for wanted, found, row in zip(expected, tokens, rows):
+                assert row.max() - row[found] <= NEAR_TIE * row.std()
+                if wanted != found:     # after a tie, which the two resolve in two ways
+                    break
+
+
+@pytest.mark.parametrize("where, model", [("engine", "qwen2.5-vl"), pytest.param("engine", "qwen2-vl", marks=slow),
+                                          pytest.param("client-2", "qwen3-vl", marks=slow)])
+def test_bits_of_videos(engine_of, where, model):
+    """In a batch, in chunks, beside cached prefixes, and resumed; also of a chat that goes on."""
+    engine = engine_of(where)
+
+    def run(name, films):
+        return [collect(results) for *_, results in [start(engine, name, each, max_new_tokens=40) for each in films]]
+
+    with installed(engine, model) as name:
+        expected = [run(name, [each])[0] for each in FILMS]
+        longer = [([*ids, *output[0], *text(5)], images) for (ids, images), output in zip(FILMS, expected)]
+        continued = [run(name, [each])[0] for each in longer]
+    with installed(engine, model, max_step_tokens=61, enable_prefix_cache=True, num_threads=0) as name:
+        for _ in range(2):
+            assert run(name, FILMS) == expected
+            assert run(name, longer) == continued
+        if where == "engine":
+            for (ids, images), whole in zip(FILMS, expected):
+                spec = RequestSpec(name, input_ids=ids, images=images, config=GenerateConfig(
+                    **{**ALWAYS, "max_new_tokens": 40, "do_sample": False}), generated=whole[0][:33])
+                assert collect(engine._start(spec)[2]) == (whole[0][33:], whole[1][33:])
+
+
+@pytest.mark.parametrize("model", ["qwen2-vl", "qwen3-vl"])
+def test_chats_with_videos(engine_of, references, model):
+    """Qwen3-VL has the time of each view, two frames, before it, and marks around each."""
+    engine, reference = engine_of("engine"), references(model)
+    video = film(5, 36, 48, 4.0)
+    with installed(engine, model) as name:
+        answers = []
+        for part in ({"type": "video", "video": list(video.frames), "fps": 4}, {"type": "video", "video": video}):
+            chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, part, {"type": "text", "text": "b"}]}]
+            *_, results = engine.start_request(name, {"messages": chat}, {**ALWAYS, "do_sample": False})
+            answers.append(collect(results)[0])
+        rows, ids = 36 // 12 * 48 // 12, reference.encode("<|im_start|>user\na")
+        if model == "qwen3-vl":
+            for time in (0.1, 0.6, 1.0):
+                ids += [*reference.encode(f"<{time} seconds>"), START, *[VIDEO] * rows, END]
+        else:
+            ids += [START, *[VIDEO] * 3 * rows, END]
+        ids += reference.encode("b<|im_end|>\n<|im_start|>assistant\n")
+        answers.append(collect(start(engine, name, (ids, [video]), do_sample=False)[2])[0])
+        assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("model, ids, images, reason", [
+    ("gemma3", [START], [film(2, 20, 20)], "video 1 of the request is one too many: this model takes images, but no"),
+    ("qwen2-vl", _FILM, [picture(20, 20)], "0 image placeholders .* and 1 video placeholders .* the request 1 images"),
+    ("qwen2-vl", [*_FILM, PAD], [picture(20, 20), film(1, 20, 20)], "in the same order"),
+    ("qwen3-vl", _FILM, [film(1, 20, 20)], "video 1 of the request has 1 frames: this model takes at least 2"),
+    ("qwen2-vl", _FILM, [Video((picture(20, 20).content, picture(20, 30).content))],
+     "video 1 of the request has a frame, number 2, that has 30 x 20 pixels, and the first one 20 x 20"),
+])
+def test_wrong_videos_are_refused(engine_of, model, ids, images, reason):
+    engine = engine_of("engine")
+    with installed(engine, model) as name, pytest.raises((AllSparkError, ValueError), match=reason):
+        engine.start_request(name, {"input_ids": ids, "images": images}, {**ALWAYS})

@@ -104,6 +104,25 @@ def test_sizes(seeing, open_ai, part, more, bounds):
     assert (image.content, image.min_pixels, image.max_pixels) == (picture, *bounds)
 
 
+def frames_url(frames, kind: str = "jpeg") -> str:
+    """A data URL of a video's frames, as vLLM takes it."""
+    return f"data:video/{kind};base64," + ",".join(map(base64_of, frames))
+
+
+@pytest.mark.parametrize("url, more, wanted", [
+    ({}, {}, (2.0, 0, 0)), ({"fps": 4}, {}, (4.0, 0, 0)), (None, {"mm_processor_kwargs": {"fps": 0.5}}, (0.5, 0, 0)),
+    ({"fps": 3.0, "min_pixels": 5, "max_pixels": 9}, {"mm_processor_kwargs": {"fps": 1, "max_pixels": 8}}, (3.0, 5, 8)),
+])
+def test_videos(seeing, open_ai, url, more, wanted):
+    frames = pictures(3)
+    given = frames_url(frames) if url is None else {"url": frames_url(frames), **url}
+    messages = chat_of(text("What happens?"), {"type": "video_url", "video_url": given}, image_url(frames[0]))
+    open_ai.chat.completions.create(model="m", messages=messages, extra_body=more)
+    video, image = seeing[1].submitted[-1].images
+    assert video.frames == tuple(frames) and (video.fps, video.min_pixels, video.max_pixels) == wanted
+    assert image.content == frames[0]
+
+
 def test_dashinfers_example(seeing, open_ai):
     """The fields of the client that comes with DashInfer's server for models that see (dashinfer_vlm)."""
     given = pictures(3)
@@ -260,7 +279,11 @@ def test_hostile_urls(client, url, why):
     ({"type": "image_url", "image_url": {"url": "x"}, "more": 1}, ".more"),
     ({"type": "image_url", "image_url": "x", "more": 1}, ".more"), ({"type": "text", "text": "x", "more": 1}, ".more"),
     ({"type": "text", "text": 1}, ".text"), ({"type": "image_url", "image_url": 1}, ".image_url"),
-    ({"type": "image", "image": "/etc/passwd"}, ".type")])
+    ({"type": "image", "image": "/etc/passwd"}, ".type"), ({"type": "video_url"}, ".video_url"),
+    ({"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}, ".video_url"),
+    ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,QQ=="}}, ".video_url"),
+    ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,QQ=="}}, ".video_url"),
+    ({"type": "video_url", "video_url": {"url": "x", "fps": 0}}, ".video_url.fps")])
 def test_errors_name_the_field(client, part, place):
     error = refusal(client, "/v1/chat/completions", {**SEEN, "messages": chat_of(text("x"), part)})
     assert error["param"] == f"messages[0].content[1]{place}"
@@ -305,7 +328,7 @@ def test_other_refusals(client, seeing):
     assert error["param"] == "messages[0].content[256].image_url" and "may have 256" in error["message"]
     error = refusal(client, chat, {**SEEN, "messages": chat_of(image_url(pictures()[0], min_pixels=8, max_pixels=7))})
     assert "min_pixels=8 is above max_pixels=7" in error["message"]
-    for body in ({"mm_processor_kwargs": {"fps": 2}}, {"mm_processor_kwargs": {"max_pixels": "7"}}):
+    for body in ({"mm_processor_kwargs": {"fps": 0}}, {"mm_processor_kwargs": {"max_pixels": "7"}}):
         assert refusal(client, chat, {**SEEN, **body, "messages": chat_of(picture)})["param"].startswith("mm_processor")
     refusal(client, chat, {**SEEN, "messages": chat_of(text("x")), "prediction": {
         "type": "content", "content": [picture]}})

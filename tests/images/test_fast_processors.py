@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from allspark_client import AllSparkError
+from allspark_client.images import Video
 from support.images import EncodedFile, add_image_tokens, encoded, noise, processor_of
 from support.paths import ROOT
 
@@ -21,6 +22,7 @@ PIXTRAL = {"image_token_index": 7, "spatial_merge_size": 2,
            "vision_config": {"model_type": "pixtral", "patch_size": 14}}
 LLAVA = {"image_token_index": 7, "vision_config": {"model_type": "clip_vision_model"}}
 SQUARE = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
+QWEN_VIDEO = {"image_token_id": 7, "video_token_id": 8, "vision_config": {}}
 # Class, model, settings, and of what the class takes from its caller.
 CASES = [
     ("Qwen2VLImageProcessor", QWEN, {}, {}),
@@ -66,10 +68,10 @@ def rows_of(processor, result, found):
     return cut.reshape(len(order), -1)[order]
 
 
-def results_of(folder, images):
+def results_of(folder, images, cases=CASES):
     """What the second environment computes: for each case and image, its results by name."""
     np.savez(folder / "images.npz", **{name: np.array(image) for name, image in images.items()})
-    cases = [(name, {**settings, **given}) for name, _, settings, given in CASES]
+    cases = [(name, {**settings, **given}) for name, _, settings, given in cases]
     (folder / "cases.json").write_text(json.dumps(cases))
     subprocess.run([os.environ["ALLSPARK_TORCHVISION"], ROOT / "tests" / "support" / "fast_processors.py", folder],
                    check=True, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": ""})
@@ -109,3 +111,43 @@ def test_fast_processors(tmp_path):
               f"{1e6 * (every > 1.5).mean():.1f} ppm by more than one level, at most by {every.max():.1f}")
         assert every[every < 0.5].max() == 0 and every.max() < 2.5, name
         assert (every > 0).mean() < 0.01 and (every > 1.5).mean() < 2e-5, name
+
+
+FILMS = [
+    ("Qwen2VLVideoProcessor", {"model_type": "qwen2_5_vl", **QWEN_VIDEO}, {}, {}),
+    ("Qwen2VLVideoProcessor", {"model_type": "qwen2_vl", **QWEN_VIDEO},
+     {"min_pixels": 20_000, "max_pixels": 40_000, "image_std": [0.4, 0.5, 0.6]}, {}),
+    ("Qwen3VLVideoProcessor", {"model_type": "qwen3_vl", **QWEN_VIDEO},
+     {"size": {"shortest_edge": 4096, "longest_edge": 25_165_824}}, {}),
+    ("Qwen3VLVideoProcessor", {"model_type": "qwen3_vl", **QWEN_VIDEO}, {}, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("ALLSPARK_TORCHVISION" not in os.environ, reason="needs a Python that ALLSPARK_TORCHVISION names")
+def test_video_processors(tmp_path):
+    """As of images; frames are those that the request has."""
+    rng = np.random.default_rng(SEED)
+    films = {f"{count}x{width}x{height}": np.stack([np.array(make(rng, width, height)) for _ in range(count)])
+             for count, width, height, make in [(1, 60, 40, noise), (2, 300, 31, smooth), (3, 20, 400, noise),
+                                                (5, 640, 480, smooth), (8, 333, 222, noise), (41, 90, 70, smooth)]}
+    results = results_of(tmp_path, films, FILMS)
+    add_image_tokens(tmp_path)
+    for number, (name, config, settings, _) in enumerate(FILMS):
+        patch = 16 if "Qwen3" in name else 14
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
+        processor = processor_of(tmp_path, config, {"patch_size": patch})
+        for key, film in films.items():
+            result = results[number, key]
+            video = Video(tuple(encoded(Image.fromarray(frame), compress_level=1) for frame in film))
+            try:
+                found, = processor.process([video])
+            except AllSparkError as error:
+                assert "error" in result, (name, key, error)
+                continue
+            assert tuple(result["video_grid_thw"][0].tolist()) == found.grid, (name, key)
+            levels = np.abs(found.patches - result["pixel_values_videos"]) * 255 * min(
+                processor.videos.normalization.std)
+            assert levels.max() < 2.5 and levels[levels < 0.5].max() == 0, (name, key)
+            assert (levels > 0).mean() < 0.02 and (levels > 1.5).mean() < 1e-4, (name, key)
+        processor.close()

@@ -71,7 +71,7 @@ class _Images:
 
     together = False
 
-    def read(self, ids: list[int], images: list, most_tokens: int, scope: str) -> tuple[list[int], None]:
+    def read(self, ids: list[int], images: list, most_tokens: int, scope: str, encode) -> tuple[list[int], None]:
         return ids, None
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Runs image processors of transformers on torchvision, in a Python that has it: fast_processors.py FOLDER.
 
-FOLDER has images.npz (uint8 [height, width, 3] each) and cases.json, a list of [name of a class, settings]; the results
-go to results.npz as CASE_IMAGE_KEY, or CASE_IMAGE_error if the processor refuses the image.
+FOLDER has images.npz (uint8 [height, width, 3] each, of videos [frames, height, width, 3]) and cases.json, a list of
+[name of a class, settings]; the results go to results.npz as CASE_IMAGE_KEY, or CASE_IMAGE_error if the processor
+refuses the image.
 """
 
 import json
@@ -18,10 +19,14 @@ def main(folder: Path) -> None:
     results = {}
     for number, (name, settings) in enumerate(json.loads((folder / "cases.json").read_text())):
         processor = getattr(transformers, name)(**settings)
-        assert processor.backend == "torchvision", processor.backend
+        films = "Video" in name
+        assert films or processor.backend == "torchvision", processor.backend
         for key in images:
+            if films != (images[key].ndim == 4):
+                continue
             try:
-                found = processor(images=[Image.fromarray(images[key])], return_tensors="np")
+                found = (processor(videos=[images[key]], do_sample_frames=False, return_tensors="np") if films else
+                         processor(images=[Image.fromarray(images[key])], return_tensors="np"))
             except (ValueError, RuntimeError) as error:
                 found = {"error": np.array(str(error))}
             results.update({f"{number}_{key}_{each}": np.asarray(value) for each, value in found.items()})

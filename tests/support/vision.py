@@ -13,25 +13,28 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image as Pillow
+from tokenizers import Tokenizer
 
-from allspark_client.images import Image
+from allspark_client.images import Image, Video
 from allspark_server.engine.image_encoder import _Order
 from allspark_server.images import ImageInput, read_processor
 from allspark_server.models.network import VisionConfig
 from support.checkpoints import GEMMA4, VOCAB, _root, randomize
 from support.tiny_tokenizer import add_tokenizer
 
-MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]", "\n", "\n\n")
-START, PAD, END = 3, 4, 5       # their ids in the tiny tokenizer
+MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]", "\n", "\n\n",
+         "<|video_pad|>")
+START, PAD, END, VIDEO = 3, 4, 5, 10    # their ids in the tiny tokenizer
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}"
     "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _TEXT = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 131,
          "num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 2048}
-_IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 0}
+_IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO}
 PINPOINTS = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 96]]
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 6, "merge_size": 2,
@@ -141,6 +144,11 @@ def checkpoint(name: str) -> Path:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
     normalization = {} if family == "gemma4" else {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if family == "qwen":
+        most = 100_000 if kind.startswith("qwen3") else 20_000      # pixels of all frames, or of one
+        (directory / "video_preprocessor_config.json").write_text(json.dumps({
+            "patch_size": 6, "merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.4] * 3, "image_std": [0.5] * 3,
+            "size": {"shortest_edge": 1000, "longest_edge": most}}))
     (directory / "preprocessor_config.json").write_text(json.dumps({**_PROCESSORS[family], **normalization}))
     return directory
 
@@ -161,6 +169,11 @@ def picture(height: int, width: int, seed: int = 0) -> Image:
     return Image(file.getvalue())
 
 
+def film(frames: int, height: int, width: int, fps: float = 2.0, seed: int = 0, **bounds: int) -> Video:
+    """A random video."""
+    return Video(tuple(picture(height, width, 100 * seed + i).content for i in range(frames)), fps, **bounds)
+
+
 class Reference:
     """transformers' model of a checkpoint, with the patches of this project's processor."""
 
@@ -171,14 +184,20 @@ class Reference:
         assert found is not None
         self.processor, self._name, self._vision = found, name, VisionConfig(0, found.merge ** 2, 0)
 
-    def inputs(self, ids: list[int], images: list[Image]) -> dict[str, torch.Tensor]:
+    def inputs(self, ids: list[int], images: list[Image | Video]) -> dict[str, torch.Tensor]:
         """The arguments of the model for a prompt, whose images are expanded already."""
         found = self.processor.process(images)
         given = {"input_ids": torch.tensor([ids])}
         if self._name.startswith("qwen"):
-            given["mm_token_type_ids"] = (given["input_ids"] == PAD).to(torch.int32)
-            given["pixel_values"] = torch.from_numpy(np.concatenate([image.patches for image in found]))
-            given["image_grid_thw"] = torch.tensor([image.grid for image in found])
+            kinds = {False: [image for image in found if not image.times], True: [each for each in found if each.times]}
+            given["mm_token_type_ids"] = (given["input_ids"] == PAD) + 2 * (given["input_ids"] == VIDEO).to(torch.int32)
+            for is_video, name, grid in ((False, "pixel_values", "image_grid_thw"),
+                                         (True, "pixel_values_videos", "video_grid_thw")):
+                if kinds[is_video]:
+                    given[name] = torch.from_numpy(np.concatenate([image.patches for image in kinds[is_video]]))
+                    given[grid] = torch.tensor([image.grid for image in kinds[is_video]])
+            if self._name == "qwen2.5-vl" and kinds[True]:
+                given["second_per_grid_ts"] = torch.tensor([2 / each.fps for each in images if isinstance(each, Video)])
             return given
         if self._name.startswith("gemma4"):
             given["mm_token_type_ids"] = (given["input_ids"] == PAD).to(torch.int32)
@@ -221,7 +240,19 @@ class Reference:
         parts = image.patches.reshape(rows // merge, columns // merge, merge, merge, 3, patch, patch)
         return parts.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * patch, columns * patch)
 
-    def logits(self, ids: list[int], images: list[Image]) -> np.ndarray:
+    def encode(self, words: str) -> list[int]:
+        """The ids of a text."""
+        found = Tokenizer.from_file(str(checkpoint(self._name) / "tokenizer.json"))
+        return found.encode(words, add_special_tokens=False).ids
+
+    def generated(self, ids: list[int], images: list[Image | Video], count: int) -> tuple[list[int], np.ndarray]:
+        """Greedy tokens, and the logits of each."""
+        found = self.model.generate(**self.inputs(ids, images), max_new_tokens=count, min_new_tokens=count,
+                                    do_sample=False, eos_token_id=None, output_logits=True,
+                                    return_dict_in_generate=True)
+        return found.sequences[0, len(ids):].tolist(), torch.cat(found.logits).float().numpy()
+
+    def logits(self, ids: list[int], images: list[Image | Video]) -> np.ndarray:
         """Logits of all positions, [positions, vocabulary]."""
         with torch.no_grad():
             return self.model(**self.inputs(ids, images)).logits[0].float().numpy()
