@@ -13,6 +13,11 @@ import numpy as np
 from allspark_server import _native
 from allspark_server.models.ops import op_specs
 from allspark_server.runtime import digest, sampler_digest
+from allspark_server.runtime.digest_programs.attention import latent, several_heads
+from allspark_server.runtime.digest_programs.decoders import decoder, variant
+from allspark_server.runtime.digest_programs.encoders import encoder
+from allspark_server.runtime.digest_programs.parts import LONG
+from allspark_server.runtime.digest_programs.recurrent import recurrent, state_space
 from allspark_server.runtime.plan import SamplingParams
 
 # Of images, which no case of the digest has yet: ops and attributes of towers and of positions of three numbers.
@@ -46,27 +51,26 @@ class Recorder:
 
 
 MODELS = {
-    "plain": (lambda empty: digest._executor("float32", 0, "float32", empty=empty),
-              lambda e: digest._run(e, (3, 37, 1, digest.LONG - 41))),
-    "experts": (lambda empty: digest._executor("float32", 0, "float32", experts=True, empty=empty),
-                lambda e: digest._run(e, (3, 37, 1))),
-    "adapters": (lambda empty: digest._executor("float32", 0, "float32", adapted=True, empty=empty),
-                 lambda e: digest._run(e, (3, 37, 1), adapter=0)),
-    "adapters of experts": (lambda empty: digest._executor("float32", 0, "float32", experts=True, adapted=True,
-                                                           empty=empty),
-                            lambda e: digest._run(e, (3, 37, 1), adapter=0)),
-    "recurrent": (lambda empty: digest._recurrent("float32", 0, empty=empty),
-                  lambda e: digest._run(e, (3, 63, 130))),
-    "state space": (lambda empty: digest._state_space("float32", 0, empty=empty),
-                    lambda e: digest._run(e, (3, 63, 130))),
-    "latent": (lambda empty: digest._latent("float32", 0, "float32", empty=empty),
-               lambda e: digest._run(e, (3, 63, 130), groups=2)),
-    "indexer": (lambda empty: digest._latent("float32", 0, "float32", empty=empty, selected=40),
-                lambda e: digest._run(e, (3, 63, 130), groups=2)),
-    "heads": (lambda empty: digest._several_heads("float32", 0, "float32", empty=empty),
-              lambda e: digest._run(e, (3, 63, 130), groups=2)),
-    "encoder": (lambda empty: digest._encoder("float32", 0, empty=empty), digest._run_encoder),
-    **{f"variant {long}": (lambda empty, long=long: digest._variant("float32", 0, empty, long), digest._run_variant)
+    "plain": (lambda empty: decoder("float32", 0, "float32", empty=empty),
+              lambda e: digest.run(e, (3, 37, 1, LONG - 41))),
+    "experts": (lambda empty: decoder("float32", 0, "float32", experts=True, empty=empty),
+                lambda e: digest.run(e, (3, 37, 1))),
+    "adapters": (lambda empty: decoder("float32", 0, "float32", adapted=True, empty=empty),
+                 lambda e: digest.run(e, (3, 37, 1), adapter=0)),
+    "adapters of experts": (lambda empty: decoder("float32", 0, "float32", experts=True, adapted=True, empty=empty),
+                            lambda e: digest.run(e, (3, 37, 1), adapter=0)),
+    "recurrent": (lambda empty: recurrent("float32", 0, empty=empty),
+                  lambda e: digest.run(e, (3, 63, 130))),
+    "state space": (lambda empty: state_space("float32", 0, empty=empty),
+                    lambda e: digest.run(e, (3, 63, 130))),
+    "latent": (lambda empty: latent("float32", 0, "float32", empty=empty),
+               lambda e: digest.run(e, (3, 63, 130), groups=2)),
+    "indexer": (lambda empty: latent("float32", 0, "float32", empty=empty, selected=40),
+                lambda e: digest.run(e, (3, 63, 130), groups=2)),
+    "heads": (lambda empty: several_heads("float32", 0, "float32", empty=empty),
+              lambda e: digest.run(e, (3, 63, 130), groups=2)),
+    "encoder": (lambda empty: encoder("float32", 0, empty=empty), digest.run_encoder),
+    **{f"variant {long}": (lambda empty, long=long: variant("float32", 0, empty, long), digest.run_variant)
        for long in (False, True)},
 }
 

@@ -1,0 +1,3 @@
+"""Small models of fixed weights, which the digest of results runs (runtime/digest.py): every op of the op table with
+every attribute.
+"""
