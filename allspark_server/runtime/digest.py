@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from allspark_client.config import UNQUANTIZED
 from allspark_server.runtime.digest_programs.attention import latent, several_heads
 from allspark_server.runtime.digest_programs.decoders import decoder, variant
 from allspark_server.runtime.digest_programs.encoders import encoder
+from allspark_server.runtime.digest_programs.images import MERGE, image_of, patches_of, seeing, tower
 from allspark_server.runtime.digest_programs.parts import LONG, SPAN, VOCAB
 from allspark_server.runtime.digest_programs.recurrent import recurrent, state_space
 from allspark_server.runtime.native import cuda_library, native_library
@@ -48,10 +50,31 @@ def run_encoder(executor: Any, lengths: tuple[int, ...] = (3, 63, 290)) -> str:
     return hashlib.sha256(np.ascontiguousarray(hidden).tobytes()).hexdigest()[:16]
 
 
-def run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int = 1, probes: int = 0) -> str:
+def run_tower(executor: Any) -> str:
+    """Digest of the rows of images that a step computes."""
+    counts, sections = patches_of(((2, 2), (6, 10), (18, 16)))
+    new, work, spans = [], [], 0
+    for slot, count in enumerate(counts):
+        new.append(NewSlot(slot, [0] * count, SAMPLINGS[0].encode()))
+        work.append(WorkItem(slot, count, int(Flag.HIDDEN), outputs=count // MERGE,
+                             spans=list(range(spans, spans + count // SPAN + 1))))
+        spans += count // SPAN + 1
+    hidden = executor.step(StepPlan(new=new, work=work, sections=sections).encode(), False).hidden
+    return hashlib.sha256(np.ascontiguousarray(hidden).tobytes()).hexdigest()[:16]
+
+
+def run_seeing(executor: Any, together: bool) -> str:
+    """Digest of what follows prompts with images. together: rows of an image see each other."""
+    images = (*image_of(1, 5, (6, 9), together), *image_of(2, 0, (17, 12), together))
+    return run(executor, (3, 100, 290), sections=images)
+
+
+def run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int = 1, probes: int = 0,
+        sections: Sequence[tuple[int, Any]] = ()) -> str:
     """Digest of logits and sampled tokens: a step with prompts of these lengths, then a step of single tokens.
 
-    groups: of the cache. probes: rows of each prompt with log probabilities and hidden states.
+    groups: of the cache. probes: rows of each prompt with log probabilities and hidden states. sections: of the first
+    step's plan.
     """
     digest = hashlib.sha256()
     flags, arrays = SAMPLE, ["logits", "tokens", "logprobs", "top_ids", "top_logprobs"]
@@ -67,7 +90,7 @@ def run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int 
         work.append(WorkItem(slot, length, flags, spans=tables[0], other_spans=tables[1:], adapter=adapter,
                              outputs=min(length, probes) or -1))
         spans += groups * needed
-    plan = StepPlan(new=new, work=work, groups=groups)
+    plan = StepPlan(new=new, work=work, sections=[*sections], groups=groups)
     for _ in range(2):
         result = executor.step(plan.encode(), True)
         for name in arrays:
@@ -166,6 +189,15 @@ def run_variant(executor: Any) -> str:
 
 
 @functools.lru_cache(maxsize=1)
+def image_digests() -> dict[str, str]:
+    """Digests of vision towers and of models with images in their prompts, by type of weights and cache."""
+    found = {f"tower {dtype}": run_tower(tower(dtype, 0, dtype)) for dtype in ("float32", "bfloat16")}
+    return found | {f"images {dtype} {interleaved}":
+                    run_seeing(seeing(dtype, 0, dtype, interleaved), together=not interleaved)
+                    for dtype in ("float32", "bfloat16") for interleaved in (False, True)}
+
+
+@functools.lru_cache(maxsize=1)
 def adapter_digests() -> dict[str, str]:
     """Digests of rows with an adapter, by its type, without experts and with experts."""
     return {f"adapters {dtype} {experts}":
@@ -205,7 +237,8 @@ def results_digest(gpu: int | None = None) -> str:
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
         found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign,
-                 **recurrent_digests(), **latent_digests(), **heads_digests(), **encoder_digests()}
+                 **recurrent_digests(), **latent_digests(), **heads_digests(), **encoder_digests(),
+                 **image_digests()}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

@@ -16,15 +16,11 @@ from allspark_server.runtime import digest, sampler_digest
 from allspark_server.runtime.digest_programs.attention import latent, several_heads
 from allspark_server.runtime.digest_programs.decoders import decoder, variant
 from allspark_server.runtime.digest_programs.encoders import encoder
+from allspark_server.runtime.digest_programs.images import seeing, tower
 from allspark_server.runtime.digest_programs.parts import LONG
 from allspark_server.runtime.digest_programs.recurrent import recurrent, state_space
 from allspark_server.runtime.plan import SamplingParams
 
-# Of images, which no case of the digest has yet: ops and attributes of towers and of positions of three numbers.
-OF_IMAGES = {"given_rows", "add_given", "grid_embedding", "merge_rows", "clamp", "standardize"}
-ABSENT = {("span_attention", "segments"), ("span_attention", "images"), ("embedding", "given_id"),
-          *(("rotary_table", name) for name in ("temporal", "height", "width", "interleaved_sections"))}
-ABSENT_CHOICES = {"quick_gelu"}
 # Which place in memory is used, not what is computed.
 PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("latent_attention", "layer"),
           ("latent_attention", "cache_group"), ("indexer", "layer"), ("indexer", "cache_group"), ("rope", "table"),
@@ -69,6 +65,10 @@ MODELS = {
                 lambda e: digest.run(e, (3, 63, 130), groups=2)),
     "heads": (lambda empty: several_heads("float32", 0, "float32", empty=empty),
               lambda e: digest.run(e, (3, 63, 130), groups=2)),
+    "tower": (lambda empty: tower("float32", 0, "float32", empty=empty), digest.run_tower),
+    **{f"images {together}": (lambda empty, together=together: seeing("float32", 0, "float32", not together, empty),
+                              lambda e, together=together: digest.run_seeing(e, together))
+       for together in (False, True)},
     "encoder": (lambda empty: encoder("float32", 0, empty=empty), digest.run_encoder),
     **{f"variant {long}": (lambda empty, long=long: variant("float32", 0, empty, long), digest.run_variant)
        for long in (False, True)},
@@ -87,7 +87,7 @@ def used() -> list[tuple[str, int, dict]]:
 
 def test_every_op_and_attribute_is_used():
     ops = used()
-    specs = {name: spec for name, spec in op_specs().items() if name not in OF_DRAFT_HEADS | OF_IMAGES}
+    specs = {name: spec for name, spec in op_specs().items() if name not in OF_DRAFT_HEADS}
     assert {name for name, _, _ in ops} == set(specs)
     for spec in specs.values():
         own = [(weights, attributes) for name, weights, attributes in ops if name == spec.name]
@@ -95,11 +95,11 @@ def test_every_op_and_attribute_is_used():
         assert {weights for weights, _ in own} >= numbers, spec.name
         for attribute in spec.attributes.values():
             which = (spec.name, attribute.name)
-            if attribute.scope == "graph" or which in ABSENT:
+            if attribute.scope == "graph":
                 continue
             values = {attributes.get(attribute.name, attribute.default) for _, attributes in own}
             if attribute.type == "choice":
-                assert values >= set(attribute.choices) - ABSENT_CHOICES, which
+                assert values >= set(attribute.choices), which
             elif not attribute.required and attribute.name not in RANK and attribute.default != "head_dim":
                 assert len({float(value) for value in values}) > 1, f"{which}: only {values}"
 
@@ -163,7 +163,8 @@ def test_another_process_finds_the_same():
 def test_the_digest_covers_each_of_its_cases(monkeypatch):
     before = digest.results_digest()
     for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests",
-                 "recurrent_digests", "latent_digests", "heads_digests", "encoder_digests"):
+                 "recurrent_digests", "latent_digests", "heads_digests", "encoder_digests",
+                 "image_digests"):
         cases = getattr(digest, name)()
         assert len(set(cases.values())) == len(cases) and np.all([len(found) == 16 for found in cases.values()])
         for case, found in cases.items():
