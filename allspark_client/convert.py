@@ -387,11 +387,13 @@ def models_to_pb(models: Iterable[ModelState]) -> list[pb.ModelState]:
     """States of models as messages."""
     return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load, work=m.work,
                           adapters=m.adapters, aliases=m.aliases, on_demand=m.on_demand, isa=m.isa,
-                          installed_on_demand=m.installed_on_demand) for m in models]
+                          installed_on_demand=m.installed_on_demand,
+                          image_fingerprint=m.image_fingerprint) for m in models]
 
 
 def models_from_pb(messages: Iterable[pb.ModelState]) -> list[ModelState]:
     """Messages as states of models."""
     return [ModelState(m.name, m.running, m.fingerprint, m.load, m.work, dict(m.adapters), list(m.aliases), m.on_demand,
-                       m.isa, m.installed_on_demand or m.on_demand)     # older servers say only the latter
+                       m.isa, m.installed_on_demand or m.on_demand,     # older servers say only the latter
+                       m.image_fingerprint)
             for m in messages]

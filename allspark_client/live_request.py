@@ -39,6 +39,7 @@ class LiveRequest:
     #: by sample: the fields of its elements about the prefix cache, as its server gave them last
     cached: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     fingerprint: str = ""                                   #: of the server that took it
+    image_fingerprint: str = ""                             #: likewise, of a request with images
     ticket: bytes = b""                                     #: of the server that took it: shown when it is resumed
     session: Session | None = None
     wire_id: int = 0                                        #: its id within `session`
@@ -73,6 +74,8 @@ class LiveRequest:
         differs = f"{address} would not continue it identically (its {{}} differs)"
         if model.fingerprint != self.fingerprint:
             return differs.format("fingerprint"), True
+        if self.image_fingerprint and model.image_fingerprint != self.image_fingerprint:
+            return differs.format("preparation or bound of images"), True
         if not has_adapter(model, self.spec):
             return f"{address} has not loaded lora_name={self.spec.config.lora_name!r}", False
         if self.spec.adapter and model.adapters[adapter_name(self.spec.config.lora_name)] != self.spec.adapter:

@@ -246,7 +246,7 @@ class Session:
                 request.queue.set_status(status)
         if outcome == "started":
             request.fingerprint, request.spec.adapter = event.started.fingerprint, event.started.adapter
-            request.ticket = event.started.ticket
+            request.image_fingerprint, request.ticket = event.started.image_fingerprint, event.started.ticket
             request.queue.opened = request.queue.opened or event.started.opened
             if event.started.prompt_ids:
                 request.spec.set_prompt(list(event.started.prompt_ids))

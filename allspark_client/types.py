@@ -328,6 +328,8 @@ class ModelState:
     isa: str = ""               #: instruction set, or GPU, that computes it
     #: loaded or not: it was installed with on_demand, so requests load it, and unload_model unloads it
     installed_on_demand: bool = False
+    #: equal ones: an image is prepared and bounded alike; "": it takes none
+    image_fingerprint: str = ""
 
 
 @dataclass

@@ -16,18 +16,24 @@ class _Model(Protocol):
     def fingerprint(self) -> str: ...
 
     @property
+    def image_fingerprint(self) -> str: ...
+
+    @property
     def isa(self) -> str: ...
 
 
 def unlike_members(members: Iterable[tuple[str, Iterable[_Model]]]) -> list[str]:
     """One sentence for each model that members compute with different fingerprints: one cannot resume the requests of
-    the other. members: the name of each, and its models.
+    the other; and for each model whose images they prepare or bound differently. members: the name of each, and its
+    models.
     """
     found: dict[str, dict[str, tuple[str, list[str]]]] = {}
+    images: dict[str, dict[str, list[str]]] = {}
     for member, models in members:
         for model in models:
             if model.fingerprint:
                 found.setdefault(model.name, {}).setdefault(model.fingerprint, (model.isa, []))[1].append(member)
+                images.setdefault(model.name, {}).setdefault(model.image_fingerprint, []).append(member)
     told = []
     for name, groups in sorted(found.items()):
         if len(groups) < 2:
@@ -38,4 +44,9 @@ def unlike_members(members: Iterable[tuple[str, Iterable[_Model]]]) -> list[str]
                   if len(isas) > 1 and not any(isa.startswith("sm_") for isa in isas) else "")
         told.append(f"members cannot resume each other's requests to model {name!r}, because their fingerprints "
                     f"differ: {parts}{remedy}")
+    for name, prepared in sorted(images.items()):
+        if len(prepared) > 1 and len(found[name]) == 1:
+            told.append(f"members cannot resume each other's requests with images to model {name!r}, because they "
+                        f"prepare or bound images differently: {'; '.join(map(', '.join, prepared.values()))}: "
+                        "max_image_tokens and engine_max_length bound them")
     return told

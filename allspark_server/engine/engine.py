@@ -341,6 +341,10 @@ class Engine(AbstractEngine):
         """Equal for two engines only if a request gives the same bytes on both."""
         return self._model(name).fingerprint
 
+    def image_fingerprint(self, name: str) -> str:
+        """Equal for two engines only if an image in a request is prepared and bounded alike; "": it takes none."""
+        return self._model(name).image_fingerprint
+
     def get_as_engine_stat(self, model_name: str) -> AsEngineStat:
         """See AbstractEngine."""
         return self._model(model_name).stat()

@@ -17,14 +17,15 @@ _TOKENIZER_FILES = ("tokenizer*", "qwen.tiktoken", "special_tokens*", "added_tok
                     "additional_chat_templates/*.jinja")
 
 
-def fingerprint(info: ModelInfo, gpu: int | None = None, images: str = "") -> str:
+def fingerprint(info: ModelInfo, gpu: int | None = None) -> str:
     """Equal for two groups only if a request gives the same bytes on both. `gpu`: the one that computes; None: CPUs.
-    `images`: what the patches of an image depend on, for models that see.
+
+    How images are prepared has a fingerprint of its own (`ImageStage`): texts do not depend on it.
     """
     # engine_max_length is not included: only dynamic rotary scaling depends on a length, namely the prompt's length.
     facts = (results_digest(gpu), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
              info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir),
-             sorted(info.eos_token_ids), images,
+             sorted(info.eos_token_ids),
              importlib.metadata.version("llguidance"))  # it turns grammars into masks
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 

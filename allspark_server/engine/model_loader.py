@@ -136,7 +136,7 @@ def open_model(
     gpu = config.device_ids[0] if config.on_gpus else None
     images = _image_stage(config, info, tower, post) if tower is not None else None
     info.sees_images = images is not None
-    mark = fingerprint(info, gpu, images.settings if images is not None else "")
+    mark = fingerprint(info, gpu)
     return ServedModel(config, info, tokenizer, mark, output, host_spans, guide, masks, post, images)
 
 

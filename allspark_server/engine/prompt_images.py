@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 import threading
@@ -55,9 +56,9 @@ class ImageStage:
         self._sizes: dict[bytes, ImageInput] = {}   # images without patches, by digest
 
     @property
-    def settings(self) -> str:
-        """What the patches of an image depend on besides it."""
-        return self._processor.settings
+    def fingerprint(self) -> str:
+        """A digest of what the patches of an image depend on besides it, with the bound of its tokens."""
+        return hashlib.sha256(self._processor.settings.encode()).hexdigest()[:32]
 
     def read(self, ids: list[int], images: Sequence[Image | Video], most_tokens: int, scope: str,
              encode: Callable[[str], list[int]]) -> tuple[list[int], ReadImages]:

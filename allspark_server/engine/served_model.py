@@ -59,6 +59,7 @@ class ServedModel:
         command on the engine's thread. `images`: of a model that sees.
         """
         self.config, self.info, self.fingerprint = config, info, digest
+        self.image_fingerprint = images.fingerprint if images is not None else ""
         self.name = info.name
         self.running = False
         self.loaded = True
@@ -130,7 +131,8 @@ class ServedModel:
         load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
         return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
                           self.scheduler.pending_tokens, {a.name: a.digest for a in self.adapters},
-                          list(self.config.aliases), isa=self.info.isa, installed_on_demand=self.config.on_demand)
+                          list(self.config.aliases), isa=self.info.isa, installed_on_demand=self.config.on_demand,
+                          image_fingerprint=self.image_fingerprint)
 
     @property
     def has_work(self) -> bool:

@@ -191,6 +191,8 @@ class ClientStream:
             return False
         try:
             started = pb.Started(fingerprint=self._engine.fingerprint(spec.model))
+            if spec.images:
+                started.image_fingerprint = self._engine.image_fingerprint(spec.model)
             as_ids = spec.input_ids is not None
             handle = self._submit(request_id, spec)
             started.adapter = spec.adapter

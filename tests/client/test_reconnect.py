@@ -301,6 +301,38 @@ def test_no_resumption_where_the_fingerprint_differs(tmp_path):
             assert queue.GenerateStatus() is Status.GenerateInterrupted
 
 
+def test_no_resumption_of_images_where_they_are_bounded_differently(tmp_path):
+    """Texts continue there: their fingerprint is the same."""
+    inputs = {"input_ids": [5]}, {"input_ids": [5], "images": [b"GIF89a"]}
+    with server_process(f"unix:{tmp_path}/a", "one", "a") as (a, address_a):
+        with contextlib.ExitStack() as stack:
+            engine = stack.enter_context(ClientEngine(address_a, reconnect_timeout=20))
+            started = [engine.start_request("m", each, {"max_new_tokens": 100}) for each in inputs]
+            text, seen = (queue for _, _, queue in started)
+            text.Get(), seen.Get()
+            a.kill()
+            a.wait()
+            stack.enter_context(server_process(address_a, "one", "b"))
+            with pytest.raises(AllSparkError, match="ALLSPARK_RUNTIME_ERROR: .*preparation or bound of images differs"):
+                tokens(seen)
+            assert seen.GenerateStatus() is Status.GenerateInterrupted
+            tokens(text)
+            assert text.GenerateStatus() is Status.GenerateFinished and text.GeneratedLength() == 100
+
+
+def test_images_continue_where_they_are_bounded_alike(tmp_path):
+    with server_process(f"unix:{tmp_path}/a", "one", "a") as (a, address_a):
+        with contextlib.ExitStack() as stack:
+            engine = stack.enter_context(ClientEngine(address_a, reconnect_timeout=20))
+            _, _handle, queue = engine.start_request("m", {"input_ids": [5], "images": [b"GIF89a"]},
+                                                     {"max_new_tokens": 100})
+            first = list(queue.Get().ids_from_generate)
+            a.kill()
+            a.wait()
+            stack.enter_context(server_process(address_a, "one", "a"))
+            assert first + tokens(queue) == expected([5], 100)
+
+
 @pytest.mark.parametrize(
     "options, text", [({"resume": False}, "resume=False"), ({"reconnect_timeout": 0.6}, "gave up after 0.6 s")]
 )

@@ -356,6 +356,16 @@ def test_experts_as_published_checkpoints_store_them(tmp_path):
     assert outputs[0] == outputs[1]
 
 
+def test_other_bounds_of_images_leave_the_fingerprint_of_texts(engine_of):
+    engine = engine_of("engine")
+    states = []
+    for fields in ({}, {"max_image_tokens": 60}, {"engine_max_length": 100}):
+        with installed(engine, "qwen2-vl", **fields) as name:
+            states.append(next(state for state in engine.list_models() if state.name == name))
+    assert len({state.fingerprint for state in states}) == 1
+    assert len({state.image_fingerprint for state in states}) == 3
+
+
 # -- videos ------------------------------------------------------------------------------------------------------------
 QWEN = [name for name in CONFIGS if name.startswith("qwen")]
 _FILM = [START, VIDEO, END]

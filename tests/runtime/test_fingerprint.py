@@ -8,6 +8,7 @@ import dataclasses
 import json
 import platform
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from allspark_client.types import ModelInfo
 from allspark_server import HuggingFaceModel, _native
 from allspark_server.engine.fingerprint import fingerprint
+from allspark_server.engine.prompt_images import ImageStage
 from allspark_server.images import read_processor
 from allspark_server.models.graph import Op
 from allspark_server.runtime import digest
@@ -38,15 +40,17 @@ def test_it_changes_with_what_the_model_is(field, value):
     assert fingerprint(dataclasses.replace(INFO, **{field: value})) != fingerprint(INFO)
 
 
-def test_it_changes_with_how_images_are_prepared(tmp_path):
+def test_that_of_images_changes_with_how_they_are_prepared(tmp_path):
     seen = set()
     for more in ({}, {"max_pixels": 12_000}, {"image_mean": [0.4] * 3}, {"resample": 2}):
         settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2,
                     "temporal_patch_size": 2, "image_std": [0.5] * 3, "image_mean": [0.5] * 3, **more}
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
         processor = read_processor(tmp_path, {"model_type": "qwen2_vl", "image_token_id": 5, "vision_config": {}})
-        seen |= {fingerprint(INFO, images=each.settings) for each in (processor, processor.within(9))}
-    assert len({fingerprint(INFO)} | seen) == 8     # within 9 tokens, both bounds are the same
+        for tokens in (100_000, 9):
+            encoder = SimpleNamespace(most_tokens=tokens, vision=SimpleNamespace(together=False))
+            seen.add(ImageStage(processor, encoder, True).fingerprint)
+    assert len(seen) == 7       # within 9 tokens, both bounds are the same
 
 
 def test_it_changes_with_what_kernels_compute(monkeypatch):

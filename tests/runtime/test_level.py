@@ -90,8 +90,8 @@ def test_real_levels_are_measured():
 
 
 def test_members_that_differ_are_named():
-    def model(fingerprint, isa, name="m"):
-        return ModelState(name, True, fingerprint, isa=isa)
+    def model(fingerprint, isa, name="m", images=""):
+        return ModelState(name, True, fingerprint, isa=isa, image_fingerprint=images)
 
     alike = [("a", [model("1", "amx")]), ("b", [model("1", "amx"), model("9", "amx", "other")])]
     assert unlike_members(alike) == []
@@ -100,6 +100,10 @@ def test_members_that_differ_are_named():
         "members cannot resume each other's requests to model 'm', because their fingerprints differ: a, b (amx); "
         "c (avx2): the option isa pins one instruction set for all members on CPUs"]
     assert unlike_members([*alike, ("c", [model("3", "amx")])])[0].endswith("a, b (amx); c (amx)")
+    assert unlike_members([("a", [model("1", "amx", images="7")]), ("b", [model("1", "amx", images="8")])]) == [
+        "members cannot resume each other's requests with images to model 'm', because they prepare or bound images "
+        "differently: a; b: max_image_tokens and engine_max_length bound them"]
+    assert len(unlike_members([("a", [model("1", "amx", images="7")]), ("b", [model("2", "amx", images="8")])])) == 1
 
 
 def test_the_http_server_tells_once_which_members_differ(caplog):

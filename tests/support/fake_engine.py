@@ -82,9 +82,10 @@ class FakeEngine(Engine):
     """An engine whose model "m" is started. A step takes `interval` seconds; the samples of a request differ."""
 
     def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = "",
-                 group: FakeGroup | None = None, sees_images: bool = False):
+                 group: FakeGroup | None = None, sees_images: bool = False, image_fingerprint: str = ""):
         super().__init__(group=group or FakeGroup(delay=interval, token=token_after, samples_differ=True))
         self._fingerprint, self.padding, self.sees_images = fingerprint, padding, sees_images
+        self._image_fingerprint = image_fingerprint
         self.text_offset = 0  # added to every id, so that a restarted engine tokenizes a text differently
         self.submitted: list = []  # specs
         self.submit_seconds = 0.0
@@ -143,7 +144,7 @@ class FakeEngine(Engine):
 
     def _publish(self, config, model) -> None:
         model.fingerprint, model.input.tokenizer = self._fingerprint, _Tokenizer(self)
-        model.info.sees_images = self.sees_images
+        model.info.sees_images, model.image_fingerprint = self.sees_images, self._image_fingerprint
         model.input.images = _Images() if self.sees_images else None
         super()._publish(config, model)
 

@@ -46,10 +46,10 @@ def serving(address="127.0.0.1:0", core=None, **options):
 
 
 @contextlib.contextmanager
-def server_process(address, fingerprint="fp"):
+def server_process(address, fingerprint="fp", of_images=""):
     """A service in a separate process; yields (process, address)."""
     process = subprocess.Popen(
-        [sys.executable, str(SUPPORT / "fake_server.py"), address, fingerprint],
+        [sys.executable, str(SUPPORT / "fake_server.py"), address, fingerprint, of_images],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"},

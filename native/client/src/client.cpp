@@ -152,6 +152,8 @@ std::pair<std::string, bool> why_not_resumable(LiveRequest& request, const Model
   if (model == nullptr || !model->running) return {"model '" + request.model + "' does not run on " + address, false};
   const std::string differs = address + " would not continue it identically (its ";
   if (model->fingerprint != request.fingerprint) return {differs + "fingerprint differs)", true};
+  if (!request.image_fingerprint.empty() && model->image_fingerprint != request.image_fingerprint)
+    return {differs + "preparation or bound of images differs)", true};
   if (request.lora_name.empty()) return {"", false};
   auto adapter = model->adapters.find(adapter_name(request.lora_name));
   if (adapter == model->adapters.end())

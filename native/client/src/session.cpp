@@ -421,6 +421,7 @@ void Session::apply(const pb::RequestEvent& event) {
   if (event.has_started()) {
     const pb::Started& started = event.started();
     request->fingerprint = started.fingerprint();
+    request->image_fingerprint = started.image_fingerprint();
     request->request.set_adapter(started.adapter());
     request->request.set_ticket(started.ticket());
     if (!started.opened().empty()) {

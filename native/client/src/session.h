@@ -74,8 +74,9 @@ struct LiveRequest : RequestHandle {
   struct Cached {
     int all = 0, gpu = 0, cpu = 0;
   };
-  std::vector<Cached> cached;  // by sample: its last elements' fields about the prefix cache
-  std::string fingerprint;     // of the server that took it
+  std::vector<Cached> cached;     // by sample: its last elements' fields about the prefix cache
+  std::string fingerprint;        // of the server that took it
+  std::string image_fingerprint;  // likewise, of a request with images
   std::shared_ptr<Session> session;
   uint64_t wire_id = 0;           // its id within `session`
   bool stopped = false;           // the caller has asked for its end

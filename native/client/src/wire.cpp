@@ -317,6 +317,7 @@ ModelState model_from_pb(const pb::ModelState& message) {
   state.aliases.assign(message.aliases().begin(), message.aliases().end());
   state.on_demand = message.on_demand();
   state.isa = message.isa();
+  state.image_fingerprint = message.image_fingerprint();
   return state;
 }
 

@@ -282,6 +282,7 @@ struct ModelState {
   std::vector<std::string> aliases;
   bool on_demand = false;  // it is not loaded now, and a request loads it
   std::string isa;
+  std::string image_fingerprint;  // equal ones: an image is prepared and bounded alike; empty: it takes none
 };
 
 // A server group of the pool, as this client sees it.
