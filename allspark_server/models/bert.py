@@ -5,6 +5,7 @@ MLP, a table of positions, biases everywhere.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from allspark_server.models.architecture import Architecture, label_count, reject_other_values, translated
@@ -21,17 +22,10 @@ FUNCTIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu
 
 def bert(config: ModelConfig) -> Graph:
     """Builds the network."""
-    encoder, hidden = config.encoder, config.hidden_size
+    encoder = config.encoder
     assert encoder is not None
     graph, x = begin(config, "embeddings.word_embeddings.weight", rotary=False)
-    positions = _table(graph, "embeddings.position_embeddings.weight", encoder.positions, encoder.positions, hidden)
-    types = "embeddings.token_type_embeddings.weight"
-    two = _table(graph, types, 2, encoder.segments, hidden) if encoder.segments > 1 else None
-    x = graph.op("position_embedding", x, weights=(positions, two), positions=encoder.positions,
-                 offset=encoder.offset, separator=encoder.separator)
-    if encoder.segments == 1:  # every row is beyond a table of one row
-        x = graph.op("position_embedding", x, weights=(_table(graph, types, 1, 1, hidden),), positions=1)
-    x = graph.layer_norm(x, "embeddings.LayerNorm", "rows")
+    x = graph.layer_norm(add_tables(graph, x), "embeddings.LayerNorm", "rows")
     for layer in range(config.num_layers):
         prefix = f"encoder.layer.{layer}"
         graph.add(x, _attention(graph, x, f"{prefix}.attention", layer))
@@ -43,7 +37,23 @@ def bert(config: ModelConfig) -> Graph:
     names = {"bert": ("pooler.dense", "classifier"), "roberta": ("classifier.dense", "classifier.out_proj")}
     first, last = names[encoder.head]
     pooled = graph.pool_rows(x, encoder.pooling)
-    return classify(graph, dense(graph, pooled, first, hidden, "head", activation="tanh"), last)
+    return classify(graph, dense(graph, pooled, first, config.hidden_size, "head", activation="tanh"), last)
+
+
+def add_tables(graph: Graph, x: Tensor) -> Tensor:
+    """Adds to each row those of the tables of positions and of segments, if the encoder has them."""
+    encoder, hidden = graph.config.encoder, graph.config.hidden_size
+    assert encoder is not None
+    rows, count = encoder.positions, encoder.segments
+    segments = partial(_table, graph, "embeddings.token_type_embeddings.weight", stored=count, columns=hidden)
+    if rows or count > 1:
+        positions = _table(graph, "embeddings.position_embeddings.weight", rows, rows, hidden) if rows else (
+            graph.weight(Weight("zeros", values=(0.0,) * hidden)))
+        x = graph.op("position_embedding", x, weights=(positions, segments(2) if count > 1 else None),
+                     positions=rows or 1, offset=encoder.offset, separator=encoder.separator)
+    if count == 1:  # every row is beyond a table of one row
+        x = graph.op("position_embedding", x, weights=(segments(1),), positions=1)
+    return x
 
 
 def _table(graph: Graph, name: str, rows: int, stored: int, columns: int) -> Weight:

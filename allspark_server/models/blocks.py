@@ -98,11 +98,11 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
     else:
         weight, added = graph.packed(prefix, names[:2], halves, graph.config.hidden_size, bias)
     gate_up = graph.linear(x, weight, added, out=f"{out}gate_up")
-    activated = _gated(graph, gate_up, activation, f"{out}activated")
+    activated = gated(graph, gate_up, activation, f"{out}activated")
     return graph.row_parallel_linear(activated, f"{prefix}.{names[-1]}", inner, bias, out="branch")
 
 
-def _gated(graph: Graph, gate_up: Tensor, activation: str, out: str) -> Tensor:
+def gated(graph: Graph, gate_up: Tensor, activation: str, out: str) -> Tensor:
     """activation(gate) * up of the packed projection."""
     return {"silu": graph.silu_mul, "gelu": graph.gelu_mul, "gelu_tanh": graph.gelu_tanh_mul}[activation](gate_up, out)
 
@@ -169,7 +169,7 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     if len(names) == 2:
         activated = graph.relu_square(both)
     elif graph.config.swiglu is None:
-        activated = _gated(graph, both, activation, "expert_activated")
+        activated = gated(graph, both, activation, "expert_activated")
     else:
         activated = graph.clamped_silu_mul(both, *graph.config.swiglu, out="expert_activated")
     name = f"{prefix}.experts.{names[-1]}"

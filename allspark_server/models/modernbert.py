@@ -8,7 +8,7 @@ from typing import Any
 
 from allspark_server.models.architecture import Architecture, label_count, translated
 from allspark_server.models.bert import function_of
-from allspark_server.models.blocks import LOCAL, begin, classify, dense, embed, sliced_qkv
+from allspark_server.models.blocks import LOCAL, begin, classify, dense, embed, gated, sliced_qkv
 from allspark_server.models.fields import MAX_LAYERS, Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import EncoderConfig, ModelConfig
@@ -31,8 +31,7 @@ def modernbert(config: ModelConfig) -> Graph:
         h = graph.layer_norm(x, f"{prefix}.mlp_norm", "normed", **norms)
         halves = (graph.intermediate, graph.intermediate)
         weight, added = graph.sliced(f"{prefix}.mlp.Wi", halves, config.hidden_size, config.mlp_bias)
-        inner = graph.linear(h, weight, added, out="gate_up")
-        inner = graph.gelu_mul(inner) if encoder.activation == "gelu" else graph.gelu_tanh_mul(inner)
+        inner = gated(graph, graph.linear(h, weight, added, out="gate_up"), encoder.activation, "activated")
         graph.add(x, graph.row_parallel_linear(inner, f"{prefix}.mlp.Wo", graph.intermediate, config.mlp_bias,
                                                out="branch"))
     x = graph.layer_norm(x, "final_norm", "normed", **norms)

@@ -354,7 +354,7 @@ class BareEncoder(Renamed):
     have; norms of checkpoints that came from TensorFlow have `gamma` and `beta`.
     """
 
-    PREFIXES = ("bert.", "roberta.", "model.")
+    PREFIXES = ("bert.", "roberta.", "model.", "new.", "gte.", "nomic_bert.")
     ENDS = ((".gamma", ".weight"), (".beta", ".bias"))
 
     def __init__(self, source: Source):

@@ -59,6 +59,11 @@ ENCODERS = {
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}), "mean",
         ((84, 131, "Identity"), (131, 40, "Identity"))),
+    "gte": Spec("GteModel", _sizes(88, 4, 139, max_position_embeddings=600, type_vocab_size=1, rope_parameters={
+        "rope_type": "linear", "factor": 8 ** (2 / 22), "rope_theta": 160_000.0}), "cls"),
+    "bert-gte": Spec("GteModel", _sizes(72, 6, 151, max_position_embeddings=600, type_vocab_size=2), "mean"),
+    "gte-no-types": Spec("GteModel", _sizes(60, 3, 67, max_position_embeddings=600, type_vocab_size=0), "cls"),
+    "nomic-bert": Spec("NomicBertModel", _sizes(80, 4, 131, max_position_embeddings=600), "mean"),
 }
 """Embedders."""
 
@@ -73,6 +78,9 @@ CLASSIFIERS = {
         72, 6, 151, 4, max_position_embeddings=800, local_attention=34, num_labels=1, classifier_pooling="mean")),
     "modernbert-classes": Spec("ModernBertForSequenceClassification", _sizes(
         80, 4, 67, 3, max_position_embeddings=600, num_labels=4, classifier_bias=True, classifier_activation="silu")),
+    "gte-reranker": Spec("GteForSequenceClassification", _sizes(88, 4, 139, max_position_embeddings=402, num_labels=1)),
+    "nomic-bert-classes": Spec("NomicBertForSequenceClassification", _sizes(
+        72, 6, 151, max_position_embeddings=400, num_labels=3)),
     "qwen3-reranker": Spec("Qwen3ForSequenceClassification", _sizes(
         72, 14, 151, num_key_value_heads=2, head_dim=24, max_position_embeddings=1024, num_labels=1)),
     "llama-classes": Spec("LlamaForSequenceClassification", _sizes(
