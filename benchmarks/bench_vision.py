@@ -11,8 +11,8 @@ cores. Operations are those of matrices and of attention within windows. "of it"
 processor time with the rate of FMA in float32 that a thread reaches, the highest of all rounds. Cosines are those of
 an image's rows to torch's in float32.
 
---requests: the format with which first tokens are measured: of a request with a new image, and of one with the same
-image and other text.
+--requests: the one of --formats with which first tokens are measured: of a request with a new image, and of one with
+the same image and other text.
 
 A peer is a command that writes "ready" to its output, then encodes the image once for each line that it reads, and
 answers with seconds of wall time and of processor time. {pixels} and {rows} in the command are the files of the
@@ -185,11 +185,13 @@ def main() -> None:
                         help="types of the tower's matrices, each with that of its keys and values if it is another "
                              "(default: %(default)s)")
     parser.add_argument("--torch", default="float32,bfloat16", help="types of torch (default: %(default)s)")
-    parser.add_argument("--requests", default="", help="a format whose first tokens are measured, too")
+    parser.add_argument("--requests", default="", help="the one of --formats with which first tokens are measured, too")
     parser.add_argument("--peer", action="append", default=[], help="NAME=COMMAND of a further engine")
     parser.add_argument("--checkpoint", help="where the checkpoint is, or is written if it is not there")
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args()
+    if options.requests and options.requests not in options.formats.split(","):
+        parser.error(f"--requests {options.requests}: expected one of --formats, {options.formats}")
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(options.checkpoint or Path(folder, "m"))
         if not (directory / "preprocessor_config.json").exists():
