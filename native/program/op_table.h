@@ -38,7 +38,7 @@ OP(rms_norm, kOne, kOne, kOne, false, RowRule::as_input, {number("eps"), flag("u
 OP(layer_norm, kOne, kOne, kTwo, false, RowRule::as_input, {number("eps")}, check_layer_norm, each_value<8>)
 OP(linear, kOne, kOne, {1, 2}, false, RowRule::as_input, {}, check_linear, cost_linear)
 OP(head_norm, kOne, kOne, kOne, true, RowRule::as_input,
-   {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset", RankRule::offset),
+   {number("eps"), positive(whole("head_dim")), flag("unit_offset"), of_rank("offset", RankRule::offset),
     of_rank("heads", RankRule::heads), within(whole("block", Scope::graph), 0, 255)},
    check_head_norm, cost_head_norm)
 // Input: [queries | keys | values], or queries only. Outputs the sum of squares of all queries and that of all keys. A head
@@ -56,7 +56,7 @@ OP(qk_norm, kTwo, kOne, {1, 2}, true, RowRule::as_input,
    check_qk_norm, each_value<2>)
 // Rotates the first rotary_dim features of each head. Pairs are (i, i + rotary_dim / 2) or (2 i, 2 i + 1).
 OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
-   {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number,
+   {positive(whole("head_dim")), whole_or_as("rotary_dim", "head_dim"), table_number,
     choice("pairs", {"halves", "interleaved"}), within(whole_or("block", 0, Scope::graph), 0, 255),
     within(whole_or("blocks", 2, Scope::graph), 1, 255), of_rank("offset", RankRule::offset),
     of_rank("heads", RankRule::heads, 0, 2)},
@@ -70,7 +70,7 @@ OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
 // has all rows that are left of an image. Without KV heads the input is queries alone: they read the keys and values that
 // an earlier op keeps in the same layer of the same cache group.
 OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
-   {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
+   {whole("layer"), positive(whole("head_dim")), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
     counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
     flag("bidirectional"), flag("segments"), flag("images"), at_least_0(number_or("logn", 0)), of_rank("q_heads", RankRule::heads),
     at_least_0(optional(of_rank("kv_heads", RankRule::heads, 1))),
