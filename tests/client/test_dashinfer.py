@@ -89,7 +89,7 @@ BASIC = """
 """
 
 
-@pytest.mark.parametrize("in_memory", ["0", "1"])
+@pytest.mark.parametrize("in_memory", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_basic(tmp_path, tiny_model, in_memory):
     assert script(tmp_path, tiny_model, BASIC, IN_MEMORY=in_memory) == "True True\nTrue True\n"
 

@@ -50,7 +50,7 @@ def generate(engine: ClientEngine, prompt: list[int], after: int = 0, then=lambd
     return ids, logprobs, top
 
 
-@pytest.mark.parametrize("ranks, victim", [(2, -1), (1, 0)])
+@pytest.mark.parametrize("ranks, victim", [(2, -1), pytest.param(1, 0, marks=pytest.mark.slow)])
 def test_on_the_same_group_once_it_is_back(monkeypatch, ranks, victim):
     if GPUS and ranks != len(GPUS):
         pytest.skip(f"each rank has a GPU, and ALLSPARK_TEST_UNIT names {len(GPUS)}")

@@ -28,6 +28,8 @@ pytest.importorskip("transformers")
 from support.checkpoints import checkpoint
 from support.processes import ranks_of
 
+slow = pytest.mark.slow
+
 SPAN, LENGTH = 16, 400
 PROMPTS = [[(17 * i * i + 31 * seed + i) % 500 for i in range(LENGTH - seed)] for seed in range(4)]
 
@@ -95,7 +97,7 @@ def whole_spans(prompt: list[int]) -> int:
     return (len(prompt) - 1) // SPAN * SPAN
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 2])
 def test_spans_of_another_group_have_the_same_bits(tmp_path, ranks):
     with group(tmp_path / "p", ranks=ranks) as prefill, group(tmp_path / "d", *asks(prefill.address),
                                                               ranks=ranks) as decode:
@@ -203,7 +205,7 @@ def test_a_group_that_does_not_answer(tmp_path):
         prefill.kill()
 
 
-@pytest.mark.parametrize("case", ["fingerprint", "no files"])
+@pytest.mark.parametrize("case", ["fingerprint", pytest.param("no files", marks=slow)])
 def test_groups_that_are_unlike(tmp_path, case):
     fields = {"cache_dtype": "bfloat16"} if case == "fingerprint" else {}
     with group(tmp_path / "p" if fields else None, **fields) as prefill, group(
@@ -215,7 +217,8 @@ def test_groups_that_are_unlike(tmp_path, case):
         assert prefill.engine.get_as_engine_stat("m").total_prefill_token == 0
 
 
-@pytest.mark.parametrize("name, length", [("qwen3-5", 400), ("qwen3-5", 384), ("gemma3", 400)])
+@pytest.mark.parametrize("name, length", [
+    ("qwen3-5", 400), pytest.param("qwen3-5", 384, marks=slow), pytest.param("gemma3", 400, marks=slow)])
 def test_recurrent_states_and_windows(tmp_path, name, length):
     fields = {"name": name, "cache_span_size": 32}
     prompt = PROMPTS[0][:length]

@@ -110,7 +110,7 @@ def test_the_limit(tmp_path):
         assert answer.headers["retry-after"] == "1" and found.waiting() == 0
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, None])
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(None, marks=pytest.mark.slow)])
 def test_requests_of_a_worker_that_has_ended_wait_no_more(tmp_path, end):
     """Neither one that is killed nor one that a reload replaces leaves its count: nobody would scale down again."""
     with waiting_server(tmp_path, wait_limit=60.0) as found:

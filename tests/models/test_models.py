@@ -35,6 +35,12 @@ RANKS = (1, 2, 3, 4)
 GREEDY_PROMPTS = (1, 90)
 
 
+def one_each(names, worlds, long=()):
+    """Each name with one of the numbers of ranks in turn; the other pairs, and those of `long`, are slow."""
+    return [pytest.param(name, world, marks=pytest.mark.slow if name in long or world != worlds[i % len(worlds)] else ())
+            for i, name in enumerate(names) for world in worlds]
+
+
 # -- the description of the network, without native code ---------------------------------------------------------------
 @pytest.mark.parametrize("name", CONFIGS)
 def test_frequencies_are_those_of_transformers(name):
@@ -53,8 +59,7 @@ def test_graph_describes_the_model(name):
         check_logits(logits_after(runner, prompt), reference_logits(checkpoint(name), prompt))
 
 
-@pytest.mark.parametrize("world", RANKS[1:])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name, world", one_each(CONFIGS, RANKS[1:]))
 def test_shards_add_up_to_the_model(name, world):
     prompt = prompt_of(33)
     check_logits(logits_after(model_runner(checkpoint(name), world), prompt),
@@ -77,9 +82,7 @@ def test_logits(name, world):
             check_logits(logits[0], reference_logits(checkpoint(name), prompt))
 
 
-@pytest.mark.parametrize("world", RANKS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name
-                                  for name in CONFIGS])
+@pytest.mark.parametrize("name, world", one_each(CONFIGS, RANKS, LONG))
 def test_greedy_output(name, world):
     """256 tokens; prompts in chunks of 48 rows, then token by token."""
     with Driver(checkpoint(name), world) as driver:

@@ -256,7 +256,7 @@ def test_supervisor_gives_up_with_the_last_lines(fake):
     assert "has a bad day" in json.loads((f.folder / "ready").read_text())["error"]
 
 
-@pytest.mark.parametrize("mode", ["answers", "good"])
+@pytest.mark.parametrize("mode", ["answers", pytest.param("good", marks=pytest.mark.slow)])
 def test_only_incarnations_that_served_nothing_are_counted(fake, mode):
     """A group that is killed soon after each start, but served something in between, is restarted without limit, though
     with pauses.
