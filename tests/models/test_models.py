@@ -37,7 +37,8 @@ GREEDY_PROMPTS = (1, 90)
 
 def one_each(names, worlds, long=()):
     """Each name with one of the numbers of ranks in turn; the other pairs, and those of `long`, are slow."""
-    return [pytest.param(name, world, marks=pytest.mark.slow if name in long or world != worlds[i % len(worlds)] else ())
+    return [pytest.param(name, world, marks=() if name not in long and world == worlds[i % len(worlds)]
+                         else pytest.mark.slow)
             for i, name in enumerate(names) for world in worlds]
 
 

@@ -42,7 +42,7 @@ def tower(weights: str, group: int, cache: str, empty: Callable = on_cpu) -> Any
     e.add_op("linear", [patches], [x], [matrix(HIDDEN, PATCH), vector(HIDDEN)], {})
     e.add_op("grid_embedding", [x], [], [vector(25 * HIDDEN)], {"side": 5})
     e.add_op("grid_embedding", [x], [], [vector(6 * HIDDEN)], {"side": 3, "axes": 1})
-    e.add_op("clamp", [x], [], [e.add_vector(np.float32([limit])) for limit in (-1.5, 1.25)], {})
+    e.add_op("clamp", [x], [], [e.add_vector(np.array([limit], np.float32)) for limit in (-1.5, 1.25)], {})
     for segments in (1, 0):
         e.add_op("layer_norm", [x], [normed], [vector(HIDDEN, 1), vector(HIDDEN)], {"eps": 1e-6})
         e.add_op("linear", [normed], [qkv], [matrix(_COLUMNS, HIDDEN), vector(_COLUMNS)], {})
