@@ -1,7 +1,8 @@
 """Compares a vision tower on this CPU with transformers (torch), in one run.
 
     bench_vision.py [--layers N] [--side PIXELS] [--threads N] [--rounds N] [--formats float32,w8a8+bfloat16]
-                    [--torch float32,bfloat16] [--requests FORMAT] [--peer "NAME=COMMAND"] [--checkpoint DIR]
+                    [--torch float32,bfloat16] [--requests FORMAT] [--streams] [--peer "NAME=COMMAND"]
+                    [--checkpoint DIR] [--whole N]
 
 The tower is that of Qwen2.5-VL-3B (32 layers unless --layers says otherwise) with random weights, before a model of
 its text's shape with 2 layers. It computes one image of noise; 1,024 x 1,024 pixels are 5,476 patches. A tower's time
@@ -14,6 +15,9 @@ an image's rows to torch's in float32.
 --requests: the one of --formats with which first tokens are measured: of a request with a new image, and of one with
 the same image and other text.
 
+--streams: how long a stream of tokens waits at most for the next one while an image is computed, and how long without
+images.
+
 A peer is a command that writes "ready" to its output, then encodes the image once for each line that it reads, and
 answers with seconds of wall time and of processor time. {pixels} and {rows} in the command are the files of the
 image's normalized pixels, float32 [height, width, 3], and for the rows, float32 [rows, 2,048].
@@ -22,7 +26,9 @@ image's normalized pixels, float32 [height, width, 3], and for the rows, float32
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -48,7 +54,7 @@ WAIT = 3600.0               # seconds for one image at most
 Measured = tuple[float, float, NDArray[np.float32]]     # wall seconds, processor seconds, rows
 
 
-def write_checkpoint(directory: Path, layers: int) -> None:
+def write_checkpoint(directory: Path, layers: int, whole: int) -> None:
     """A random checkpoint in bfloat16, with a tokenizer of words w0, w1, …"""
     import torch
     import transformers
@@ -57,11 +63,11 @@ def write_checkpoint(directory: Path, layers: int) -> None:
     config = transformers.Qwen2_5_VLConfig(
         text_config={"hidden_size": OUTPUTS, "num_attention_heads": 16, "num_key_value_heads": 2,
                      "intermediate_size": 11008, "num_hidden_layers": 2, "vocab_size": VOCAB,
-                     "max_position_embeddings": LENGTH, "rope_parameters": {
+                     "max_position_embeddings": 4 * LENGTH, "rope_parameters": {
                          "rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
         vision_config={"depth": layers, "hidden_size": HIDDEN, "num_heads": HEADS, "intermediate_size": INNER,
                        "out_hidden_size": OUTPUTS, "patch_size": PATCH, "spatial_merge_size": MERGE,
-                       "window_size": WINDOW, "fullatt_block_indexes": list(range(WHOLE - 1, layers, WHOLE))},
+                       "window_size": WINDOW, "fullatt_block_indexes": list(range(whole - 1, layers, whole))},
         image_token_id=PAD, vision_start_token_id=START, vision_end_token_id=END, video_token_id=0,
         tie_word_embeddings=True)
     torch.manual_seed(1)
@@ -76,7 +82,7 @@ def write_checkpoint(directory: Path, layers: int) -> None:
         "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}))
 
 
-def operations(grid: tuple[int, int, int], layers: int) -> float:
+def operations(grid: tuple[int, int, int], layers: int, every: int) -> float:
     """Of the matrices and of attention, a multiplication and an addition counted as two."""
     _, height, width = grid
     patches, units = height * width, height * width // MERGE ** 2
@@ -85,7 +91,7 @@ def operations(grid: tuple[int, int, int], layers: int) -> float:
     side = WINDOW // PATCH
     ends = [[min(side, length - begin) for begin in range(0, length, side)] for length in (height, width)]
     windows = float(np.prod([sum(part ** 2 for part in parts) for parts in ends]))
-    whole = layers // WHOLE
+    whole = layers // every
     pairs = whole * float(patches) ** 2 + (layers - whole) * windows
     return 2.0 * (patches * (layers * layer + 6 * PATCH ** 2 * HIDDEN) + units * merger) + 4.0 * HIDDEN * pairs
 
@@ -173,6 +179,32 @@ def first_token(engine: Engine, name: str, image: Image, seed: int) -> float:
     return seconds
 
 
+def longest_waits(engine: Engine, name: str, encode: Callable[[], Measured]) -> tuple[float, float]:
+    """The longest wait for a token of a stream, in seconds, without images and while one is computed."""
+    _, handle, queue = engine.start_request(name, {"input_ids": [10, 11, 12]},
+                                            {"max_new_tokens": LENGTH - 100, "eos_token_id": -1})
+    arrivals: list[float] = []
+
+    def read() -> None:
+        for _ in queue:
+            arrivals.append(time.perf_counter())
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    while len(arrivals) < 60:
+        time.sleep(0.01)
+    began = time.perf_counter()
+    encode()
+    ended = time.perf_counter()
+    engine.stop_request(name, handle)
+    reading.join()
+    if arrivals[-1] < ended:
+        raise RuntimeError(f"the stream of {len(arrivals)} tokens ended before the image")
+    ends = np.array(arrivals[10:])      # the first tokens may find the engine cold
+    waits, during = np.diff(ends), (ends[1:] > began) & (ends[:-1] < ended)
+    return float(waits[~during].max()), float(waits[during].max())
+
+
 def main() -> None:
     """Reads the command line and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -186,6 +218,9 @@ def main() -> None:
                              "(default: %(default)s)")
     parser.add_argument("--torch", default="float32,bfloat16", help="types of torch (default: %(default)s)")
     parser.add_argument("--requests", default="", help="the one of --formats with which first tokens are measured, too")
+    parser.add_argument("--streams", action="store_true", help="also measure how long a stream waits")
+    parser.add_argument("--whole", type=int, default=WHOLE, help="every how many layers one attends to all patches "
+                                                                 "(default: %(default)s)")
     parser.add_argument("--peer", action="append", default=[], help="NAME=COMMAND of a further engine")
     parser.add_argument("--checkpoint", help="where the checkpoint is, or is written if it is not there")
     parser.add_argument("--json", help="also write the figures to this file")
@@ -195,7 +230,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(options.checkpoint or Path(folder, "m"))
         if not (directory / "preprocessor_config.json").exists():
-            write_checkpoint(directory, options.layers)
+            write_checkpoint(directory, options.layers, options.whole)
         if options.rounds:
             compare(options, directory, Path(folder))
 
@@ -208,24 +243,27 @@ def compare(options: argparse.Namespace, directory: Path, folder: Path) -> None:
     runs: dict[str, Callable[[], Measured]] = {}
     peers: list[Peer] = []
     tokens: list[tuple[float, float]] = []
+    most = max(2048, math.ceil(options.side / PATCH / MERGE) ** 2)
+    waits: dict[str, tuple[float, float]] = {}
     ceiling, image = 0.0, None
     with Engine() as engine:
         for form in filter(None, options.formats.split(",")):
             weights, _, cache = form.partition("+")
             engine.install_model(AsModelConfig(
                 model_name=form, model_path=str(directory), weight_dtype=weights, vision_weight_dtype=weights,
-                cache_dtype=cache or "auto", engine_max_length=LENGTH, engine_max_batch=4, max_image_tokens=2048,
-                cache_memory=64 << 20, num_threads=options.threads))
+                cache_dtype=cache or "auto", engine_max_length=2 * most, engine_max_batch=4, max_image_tokens=most,
+                cache_memory=128 << 20, num_threads=options.threads))
             engine.start_model(form)
             stage = engine.served_model(form).input.images
             assert stage is not None
             if image is None:
-                _, found_images = stage.read([START, PAD, END], [picture(options.side, 7)], LENGTH, "")
+                _, found_images = stage.read([START, PAD, END], [picture(options.side, 7)], 2 * most, "")
                 (image,) = found_images.inputs
-            scopes = (f"round {i}" for i in range(options.rounds))  # rows are kept, but not for another scope
+            scopes = (f"round {i}" for i in itertools.count())  # rows are kept, but not for another scope
             runs[form] = timed(lambda encoder=stage.encoder, scopes=scopes:
                                encoder.request(next(scopes), image, lambda: True).result(WAIT))
         assert image is not None
+        engine_forms = list(runs)
         for dtype in filter(None, options.torch.split(",")):
             runs[f"torch {dtype}"] = timed(torch_tower(directory, dtype, image))
         for peer in options.peer:
@@ -242,19 +280,23 @@ def compare(options: argparse.Namespace, directory: Path, folder: Path) -> None:
                 wall, spent, found[name] = run()
                 best[name] = min(best[name][0], wall), min(best[name][1], spent)
                 print(f"round {number}: {name}: {wall:.2f} s, {spent:.2f} s of processor time", flush=True)
+            for name in runs if options.streams and not number else ():
+                if name in engine_forms:
+                    waits[name] = longest_waits(engine, name, runs[name])
             if options.requests:
                 shown = picture(options.side, 100 + number)
                 tokens.append((first_token(engine, options.requests, shown, 2 * number),
                                first_token(engine, options.requests, shown, 2 * number + 1)))
     for peer in peers:
         peer.close()
-    report(options, image, best, found, ceiling, tokens)
+    report(options, image, best, found, ceiling, tokens, waits)
 
 
 def report(options: argparse.Namespace, image: Any, best: dict[str, tuple[float, float]],
-           found: dict[str, NDArray[np.float32]], ceiling: float, tokens: list[tuple[float, float]]) -> None:
+           found: dict[str, NDArray[np.float32]], ceiling: float, tokens: list[tuple[float, float]],
+           waits: dict[str, tuple[float, float]]) -> None:
     """Prints the table, and writes it as JSON if it is asked for."""
-    work, rows = operations(image.grid, options.layers), []
+    work, rows = operations(image.grid, options.layers, options.whole), []
     reference = found.get("torch float32", next(iter(found.values())))
     print(f"{options.layers} layers, {len(image.patches)} patches, {work / 1e9:.0f} Gop, {options.threads} threads; "
           f"ceiling {ceiling / 1e9:.0f} Gop/s a thread")
@@ -266,12 +308,14 @@ def report(options: argparse.Namespace, image: Any, best: dict[str, tuple[float,
                      "gops": round(work / spent / 1e9, 1), "of_ceiling": round(work / spent / ceiling, 3),
                      "least_cosine": round(cosine, 5)})
         print(f"{name:18}{wall:10.2f}{spent:12.2f}{work / spent / 1e9:8.0f}{work / spent / ceiling:7.2f}{cosine:10.5f}")
+    for name, (without, during) in waits.items():
+        print(f"{name}: a token comes after at most {1e3 * during:.0f} ms, {1e3 * without:.0f} ms without images")
     for first, second in tokens:
         print(f"first token with {options.requests}: {first:.3f} s, again {second:.3f} s: {second / first:.3f} of it")
     if options.json:
         Path(options.json).write_text(json.dumps({
-            **vars(options), "operations": work, "ceiling": ceiling, "rows": rows, "first_tokens": tokens},
-            indent=1) + "\n")
+            **vars(options), "operations": work, "ceiling": ceiling, "rows": rows, "first_tokens": tokens,
+            "waits": waits}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

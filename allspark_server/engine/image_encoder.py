@@ -27,10 +27,12 @@ from ..runtime.plan import (
     WorkItem,
     WorkTable,
     encode_plan,
+    part_of_step,
     positions_section,
     rows_section,
 )
 from ..runtime.rank_models import tower_name
+from .image_parts import PART_SECONDS, Pace
 from .threads import one_thread
 
 if TYPE_CHECKING:
@@ -39,10 +41,6 @@ if TYPE_CHECKING:
     from ..images import ImageInput
     from ..runtime.tower import TowerRunner
 
-#: seconds that a part of a step takes at most, about
-PART_SECONDS = 0.05
-#: operations a second that are assumed before the first image: it is cut into small parts
-_FIRST_RATE = 2e10
 _SAMPLING = SamplingParams(do_sample=False).encode()
 
 
@@ -59,22 +57,28 @@ class _Job:
 
 @dataclass
 class EncoderStep:
-    """A part of a step of the tower: its plan, and the images whose rows the last part gives."""
+    """A part of a step of the tower: its plan, and the images whose rows the last part gives. `work`: the operations of
+    each op.
+    """
 
     jobs: list[_Job]
-    part: int
-    parts: int
     plan: bytes
+    last: bool
+    work: np.ndarray
     masked: tuple[()] = ()      # as a step of a model that samples
 
     def encode(self) -> bytes:
         """The wire form of the step plan."""
         return self.plan
 
-    @property
-    def last(self) -> bool:
-        """Whether it gives the results."""
-        return self.part + 1 == self.parts
+
+@dataclass
+class _Current:
+    """The step that is being planned: its images, the operations of each op, and where the next part begins."""
+
+    jobs: list[_Job]
+    work: np.ndarray
+    begin: int = 0
 
 
 class ImageEncoder:
@@ -96,16 +100,15 @@ class ImageEncoder:
         self.failure: str | None = None
         self._model, self.vision, self._rows, self._most = model, tower.vision, tower.rows, most_bytes
         self.row_end = tower.row_end
-        self._operations, self.most_tokens, self._most_parts = tower.operations, tower.tokens, tower.ops
+        self.most_tokens, self._pace = tower.tokens, Pace(tower.costs)
         self._wake = wake
         self._lock = threading.Lock()       # of the next three
         self._kept: OrderedDict[tuple[str, bytes], np.ndarray] = OrderedDict()
         self._bytes = 0
         self._jobs: dict[tuple[str, bytes], _Job] = {}
         self._queue: deque[_Job] = deque()      # on the engine's thread, as the rest
-        self._current: deque[EncoderStep] = deque()     # parts that are not planned yet
+        self._current: _Current | None = None   # the step of which parts are left
         self._live = 0      # slots of the last step, which the next one frees
-        self._rate = 0.0    # operations a second; 0: not known yet
         self.encoded = self.reused = 0      # images computed, and found
 
     # --- any thread ---
@@ -144,20 +147,27 @@ class ImageEncoder:
     @property
     def has_work(self) -> bool:
         """Whether a step might be planned."""
-        return self.failure is None and bool(self._queue or self._current)
+        return self.failure is None and bool(self._queue or self._current is not None)
 
     @one_thread
     def plan(self) -> EncoderStep | None:
         """The next part of a step."""
-        if not self._current:
+        if self._current is None:
             self._begin()
-        return self._current.popleft() if self._current else None
+        current = self._current
+        if current is None:
+            return None
+        begin, end = current.begin, self._pace.cut(current.work, current.begin)
+        current.begin, last = end, end == self._pace.end
+        plan = part_of_step(begin, end) if begin else self._plan(current.jobs, 0 if last else end)
+        if last:
+            self._current = None
+        return EncoderStep(current.jobs, plan, last, self._pace.of_part(current.work, begin, end))
 
     @one_thread
     def complete(self, step: EncoderStep, result: Any, seconds: float) -> None:
         """Takes the results of the oldest running part, which took `seconds`."""
-        rate = self._cost(step.jobs) / step.parts / max(seconds, 1e-6)
-        self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
+        self._pace.learn(step.work, seconds)
         if not step.last:
             return
         hidden, begin = result.hidden, 0
@@ -176,7 +186,7 @@ class ImageEncoder:
         with self._lock:
             jobs, self._jobs = list(self._jobs.values()), {}
         self._queue.clear()
-        self._current.clear()
+        self._current = None
         for job in jobs:
             if not job.future.done():
                 job.future.set_exception(error)
@@ -192,10 +202,9 @@ class ImageEncoder:
             f"the vision tower of model {self._model!r} has failed ({self.failure}); release and install the model to "
             "load it again")
 
-    def _cost(self, jobs: list[_Job]) -> float:
-        """Operations that images take."""
-        row, pair = self._operations
-        return sum(row * len(job.image.patches) + pair * float(len(job.image.patches)) ** 2 for job in jobs)
+    def _work(self, jobs: list[_Job]) -> np.ndarray:
+        """The operations of each op that images take."""
+        return self._pace.work([len(job.image.patches) for job in jobs], self.vision.merge)
 
     def _begin(self) -> None:
         """Plans a step with the next images that are still wanted: one, or several as long as they take no more than a
@@ -212,21 +221,15 @@ class ImageEncoder:
                 self._drop(job)
                 continue
             count = len(job.image.patches)
-            if jobs and (rows + count > self._rows or self._seconds([*jobs, job]) > PART_SECONDS):
+            if jobs and (rows + count > self._rows or self._pace.seconds(self._work([*jobs, job])) > PART_SECONDS):
                 break
             jobs.append(self._queue.popleft())
             rows += count
-        if not jobs:
-            return
-        parts = min(max(1, math.ceil(self._seconds(jobs) / PART_SECONDS)), self._most_parts)
-        plans = [self._plan(jobs, parts)]
-        plans += [encode_plan([], [], WorkTable.of([]), [(PART, [part, parts])]) for part in range(1, parts)]
-        self._current.extend(EncoderStep(jobs, part, parts, plan) for part, plan in enumerate(plans))
+        if jobs:
+            self._current = _Current(jobs, self._work(jobs))
 
-    def _seconds(self, jobs: list[_Job]) -> float:
-        return self._cost(jobs) / (self._rate or _FIRST_RATE)
-
-    def _plan(self, jobs: list[_Job], parts: int) -> bytes:
+    def _plan(self, jobs: list[_Job], end: int) -> bytes:
+        """The plan of a step, or of its first part, which ends at `end`; 0: it is not divided."""
         from ..runtime.tower import SPAN_SIZE
 
         new, work, span = [], [], 0
@@ -242,8 +245,8 @@ class ImageEncoder:
             if order.ends is not None:
                 sections.append((SEGMENTS, np.concatenate([np.array([slot], np.int32), order.ends])))
             sections.append(rows_section(slot, 0, patches[order.rows]))
-        if parts > 1:
-            sections.append((PART, [0, parts]))
+        if end:
+            sections.append((PART, [0, end]))
         free, self._live = list(range(self._live)), len(jobs)
         return encode_plan(free, new, WorkTable.of(work), sections)
 

@@ -23,8 +23,9 @@ Kinds of sections that the CPU backend knows:
               copies save slots' states to spans, before the slots are given to others; the rest load them from spans.
               They are made in this order, after COPIES and before any row is computed
     SEGMENTS  slot, then ends: where the segments of a new slot's positions end, for attention within segments
-    PART      part, parts: only this part of the step's ops is run. The plans of the parts behind the first one have no
-              more than this section, and no other step of the model comes between them
+    PART      from, to: only this part of the program is run, in 1/65536 of an op: an op may be divided by its rows. The
+              plans of the parts behind the first one have no more than this section, and no other step of the model
+              comes between them
     IMAGES    slot, then begin and end of each image of a new slot whose rows see each other. No chunk ends within one
 
 The ranks' native code reads this form. `StepPlan` is the form that tests and tools make and read.
@@ -47,6 +48,8 @@ MAX_STEP_PROBES = 32
 MAGIC = 0x41535032
 
 ROWS, POSITIONS, COPIES, STATES, SEGMENTS, PART, IMAGES = range(1, 8)  # kinds of sections
+
+OP_POSITIONS = 1 << 16      #: of an op, between which a part of a step may end
 
 _DO_SAMPLE, _LOGPROBS, _SUPPRESS, _EXTENDED = 1, 2, 4, 8
 _SAMPLING = struct.Struct("<ififfffiiiIIiiii")
@@ -320,6 +323,11 @@ def rows_section(slot: int, position: int, rows: np.ndarray) -> tuple[int, np.nd
 def positions_section(slot: int, places: np.ndarray, delta: int) -> tuple[int, np.ndarray]:
     """A section with the rotary positions, int32 [n, 3], of a slot's first n positions."""
     return POSITIONS, np.concatenate([np.array([slot, len(places), delta], np.int32), places.reshape(-1)])
+
+
+def part_of_step(begin: int, end: int) -> bytes:
+    """The plan of a part behind the first one of a step."""
+    return encode_plan([], [], WorkTable.of([]), [(PART, [begin, end])])
 
 
 def _ids(values: Sequence[int] | np.ndarray) -> bytes:

@@ -5,7 +5,9 @@ threads it shares.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +15,12 @@ import numpy as np
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
+from allspark_server.runtime.profile import OpProfile, Profiler
 from allspark_server.runtime.rank_model import RankModel
 from allspark_server.weights.asgraph import to_float32
 
 if TYPE_CHECKING:
+    from allspark_server.models.graph import Graph, Op
     from allspark_server.runtime.device import Device
     from allspark_server.weights.checkpoint import OpenedModel
     from allspark_server.weights.loader import Progress
@@ -26,6 +30,22 @@ MAX_IMAGES = 16
 #: the most embedding rows of an image, if the model's configuration does not say otherwise
 MAX_IMAGE_TOKENS = 4096
 SPAN_SIZE = 32
+
+
+#: kinds of ops: matrix products, attention, and what goes through memory once
+KINDS = ("product", "attention", "other")
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """The operations of an op of a tower for a patch, for an output, and for a pair of patches of one image: estimates.
+    What is not computed by products counts as many operations as a product has in that time on a core with AVX2.
+    """
+
+    kind: str
+    row: float = 0.0
+    output: float = 0.0
+    pair: float = 0.0
 
 
 def _row_end(opened: OpenedModel) -> np.ndarray | None:
@@ -67,6 +87,7 @@ class TowerRunner:
         own.engine_max_length, own.engine_max_batch, own.cache_span_size = self.rows, MAX_IMAGES, SPAN_SIZE
         self._device = device
         self._executor: Any = None
+        self._profiler: Profiler | None = None  # of rank 0, once it is allocated
         self._model = RankModel(own, "", "", rank, world, device, opened=opened)
         self.spans = self.rows // SPAN_SIZE + MAX_IMAGES
 
@@ -89,18 +110,11 @@ class TowerRunner:
         return repr((self._model.graph.config, formats, self._model.cache_dtype))
 
     @property
-    def ops(self) -> int:
-        """The number of its ops: a step is cut between them."""
-        return len(self._model.graph.ops)
-
-    @property
-    def operations(self) -> tuple[float, float]:
-        """Operations of a patch, and of a pair of patches of one image, on all ranks: estimates for planning."""
-        graph, net, vision = self._model.graph, self._model.graph.config, self.vision
-        weights = sum(weight.elements_of(0, 1) for weight in graph.weights.values() if weight.is_matrix)
-        whole = len(vision.whole) if vision.window else net.num_layers
-        in_windows = 4.0 * net.hidden_size * vision.window ** 2 * (net.num_layers - whole)
-        return 2.0 * weights + in_windows, 4.0 * net.hidden_size * whole
+    def costs(self) -> list[OpCost]:
+        """What each op costs on all ranks, once it is allocated. A step is cut between them and within them."""
+        assert self._executor is not None
+        graph, alone = self._model.graph, {entry["index"] for entry in self._executor.profile()}
+        return [_cost(graph, op, number in alone) for number, op in enumerate(graph.ops)]
 
     def load(self, executor: Any, progress: Progress | None = None) -> None:
         """Loads weights and ops into an executor that shares the model's threads."""
@@ -111,16 +125,55 @@ class TowerRunner:
         """Allocates activations and the cache of a step."""
         sizes = MAX_IMAGES, self.rows, SPAN_SIZE, self.spans
         self._device.allocate(self._executor, self.rows, sizes, self._model.cache_dtype, self.tokens, [], 0, {})
+        if self._model.rank == 0:
+            self._profiler = Profiler(self._executor)
+
+    def profile(self) -> list[OpProfile]:
+        """What the ops of the profiled steps cost, each a line of its own (rank 0 only)."""
+        assert self._profiler is not None
+        ops = self._profiler.read(self._model.graph, self._model.formats)
+        return [dataclasses.replace(op, op=f"tower:{op.op}") for op in ops]
 
     def step(self, plan: bytes) -> Any:
         """Runs one step plan without the GIL. Returns the native StepResult."""
         assert self._executor is not None
+        if (switch := self._profiler_switch()) is not None:
+            self._executor.set_profiling(switch)
         return self._executor.step(plan, False)
 
     def submit(self, stepper: Any, plan: bytes, shared_memory: Any, kind: int, prefix: bytes) -> None:
         """See `ModelRunner.submit`."""
-        stepper.submit(self._executor, plan, shared_memory, kind, prefix, -1)
+        switch = self._profiler_switch()
+        stepper.submit(self._executor, plan, shared_memory, kind, prefix, -1 if switch is None else int(switch))
+
+    def _profiler_switch(self) -> bool | None:
+        return self._profiler.before_step() if self._profiler is not None and self._profiler.active else None
 
     def close(self) -> None:
         """Frees weights and memory."""
-        self._executor = None
+        self._executor = self._profiler = None
+
+
+def _cost(graph: Graph, op: Op, alone: bool) -> OpCost:
+    """alone: it is not computed with the op before it, and is needed."""
+    tensor = graph.tensors[(*op.inputs, *op.outputs)[0]] if op.inputs or op.outputs else None
+    width = sum(block.width for block in tensor.blocks) if tensor is not None else 0
+    if op.type == "span_attention":
+        vision, heads = graph.config.vision, graph.config.hidden_size
+        assert vision is not None
+        seen = vision.window ** 2 if op.attrs.get("segments") else 0
+        return OpCost("attention", _OF_HEADS * heads + _OF_PAIR * heads * seen, pair=0.0 if seen else _OF_PAIR * heads)
+    if op.type == "rotary_table":
+        return OpCost("other", _OF_ANGLE * int(op.attrs["rotary_dim"]) / 2)
+    kind, operations = "other", float(_OF_VALUE.get(op.type, 20) * width) if alone else 0.0
+    if op.type == "linear":
+        kind, operations = "product", 2.0 * graph.weights[op.weights[0]].elements_of(0, 1)
+    if tensor is not None and tensor.logit_rows:
+        return OpCost(kind, output=operations)
+    return OpCost(kind, operations)
+
+
+# As OpCost counts, of a feature of all heads of a patch, and of one of a pair; of a value of a tensor.
+_OF_HEADS, _OF_PAIR, _OF_ANGLE = 1300.0, 8.0, 30_000.0
+_OF_VALUE = {"activate": 800, "silu_mul": 800, "gelu_mul": 800, "gelu_tanh_mul": 800, "layer_norm": 100,
+             "grid_embedding": 300, "all_reduce": 250}

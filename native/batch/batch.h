@@ -114,11 +114,13 @@ class Runner {
  public:
   virtual ~Runner() = default;
   virtual RunOutput run(const Batch& batch, bool want_logits) = 0;
-  // Runs part `part` of `parts` of the ops, the parts of a batch in order and with no other batch in between. The last
-  // one has the results. The bits are those of run().
-  virtual RunOutput run_part(const Batch&, int, int) {
+  // Runs the part [from, to) of the program's positions (plan.h), the parts of a batch in order and with no other batch
+  // in between. The last one has the results. The bits are those of run(). All ranks run the same parts.
+  virtual RunOutput run_part(const Batch&, int /*from*/, int /*to*/) {
     throw std::invalid_argument("this backend does not run a step's ops in parts");
   }
+  // Where the last part ends.
+  virtual int positions() const { return 0; }
 };
 
 }  // namespace as

@@ -6,7 +6,7 @@ namespace as {
 
 StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   Plan plan = Plan::parse(bytes, slots_.groups());
-  if (plan.parts > 1) return step_part(plan);
+  if (plan.to) return step_part(plan);
   next_part_ = 0;
   slots_.check(plan, drafter_ != nullptr);
   slots_.begin(plan);
@@ -29,20 +29,21 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
 
 StepOutput Decoder::step_part(Plan& plan) {
   if (drafter_) throw std::invalid_argument("step plan: a step with drafts does not run in parts");
-  if (plan.part && (plan.part != next_part_ || plan.parts != parts_))
-    throw std::invalid_argument(
-        "step plan: part " + std::to_string(plan.part) + " of " + std::to_string(plan.parts) + ", expected " +
-        (next_part_ ? "part " + std::to_string(next_part_) + " of " + std::to_string(parts_) : "a first part"));
+  if ((plan.from && plan.from != next_part_) || plan.to > runner_.positions())
+    throw std::invalid_argument("step plan: a part from " + std::to_string(plan.from) + " to " +
+                                std::to_string(plan.to) + " of " + std::to_string(runner_.positions()) + ", expected " +
+                                (next_part_ ? "one from " + std::to_string(next_part_) : "a first part"));
   next_part_ = 0;
-  if (!plan.part) {
+  if (!plan.from) {
     slots_.check(plan, false);
     slots_.begin(plan);
     batch_ = &slots_.batch();
   }
-  RunOutput result = runner_.run_part(*batch_, plan.part, plan.parts);
-  parts_ = plan.parts, next_part_ = plan.part + 1;
-  if (next_part_ < parts_) return {};
-  next_part_ = 0;
+  RunOutput result = runner_.run_part(*batch_, plan.from, plan.to);
+  if (plan.to < runner_.positions()) {
+    next_part_ = plan.to;
+    return {};
+  }
   return output_of(*batch_, result, slots_.accept(*batch_, result.samples));
 }
 

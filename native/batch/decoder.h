@@ -64,9 +64,9 @@ class Decoder {
   SpanStore* store_;
   Slots slots_;
   const std::unique_ptr<Drafter> drafter_;
-  // Of a step that runs in parts: its batch, how many parts it has, and the next one; 0: none is under way.
+  // Of a step that runs in parts: its batch, and where the next one begins; 0: none is under way.
   const Batch* batch_ = nullptr;
-  int parts_ = 0, next_part_ = 0;
+  int next_part_ = 0;
 };
 
 }  // namespace as

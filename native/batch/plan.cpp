@@ -88,13 +88,13 @@ SlotPlaces parse_places(Reader in) {
   return {slot, in.list((int32_t)(in.end - in.p))};
 }
 
-// A section that says which part of the step's ops is run: its number, and that of the parts.
+// A section that says which part of the program is run: from where to where.
 void parse_part(Reader in, Plan& plan) {
-  plan.part = in.next(), plan.parts = in.next();
-  if (plan.part < 0 || plan.part >= plan.parts || in.p != in.end)
-    throw std::invalid_argument("step plan: part " + std::to_string(plan.part) + " of " + std::to_string(plan.parts));
-  if (plan.part && !(plan.free.empty() && plan.fresh.empty() && plan.work.empty()))
-    throw std::invalid_argument("step plan: part " + std::to_string(plan.part) + " of a step has work of its own");
+  plan.from = in.next(), plan.to = in.next();
+  const std::string part = "step plan: a part from " + std::to_string(plan.from) + " to " + std::to_string(plan.to);
+  if (plan.from < 0 || plan.from >= plan.to || in.p != in.end) throw std::invalid_argument(part);
+  if (plan.from && !(plan.free.empty() && plan.fresh.empty() && plan.work.empty()))
+    throw std::invalid_argument(part + " has work of its own");
 }
 
 void parse_section(int32_t kind, Reader in, Plan& plan) {

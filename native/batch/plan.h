@@ -75,6 +75,9 @@ struct SlotPlaces {
   std::vector<int32_t> places;
 };
 
+// A step that runs in parts may be cut within an op: an op has so many positions.
+constexpr int kOpPositions = 1 << 16;
+
 struct Plan {
   std::vector<int32_t> free;
   std::vector<NewSequence> fresh;
@@ -88,8 +91,9 @@ struct Plan {
   std::vector<SlotPlaces> segments;
   // [begin, end) of each image of a slot, for attention in both directions within an image.
   std::vector<SlotPlaces> images;
-  // Part `part` of `parts` of the step's ops is run. The parts after the first one have no work of their own.
-  int part = 0, parts = 1;
+  // Only the part [from, to) of the program is run, in kOpPositions-ths of an op; to 0: all of it. The parts after the
+  // first one have no work of their own.
+  int from = 0, to = 0;
 
   // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups.
   static Plan parse(const std::string& bytes, int groups);

@@ -36,7 +36,7 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   const bool first = steps_.empty();
   if (steps_.size() > 1 || (!first && !steps_.back().foretold)) return false;
   Plan plan = Plan::parse(bytes, slots_.groups());
-  if (plan.parts > 1) throw std::invalid_argument("step plan: this backend does not run a step's ops in parts");
+  if (plan.to) throw std::invalid_argument("step plan: this backend does not run a step's ops in parts");
   if (!first && has_drafts(plan)) return false;  // drafts follow the tokens that the current step samples
   try {
     slots_.check(plan, drafter_ != nullptr);

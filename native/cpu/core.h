@@ -48,6 +48,12 @@ struct Scratch {
   float* row(int thread) const { return reinterpret_cast<float*>(rows.as() + thread * row_bytes); }
 };
 
+// A part of an op that runs by itself: [begin, end) in kOpPositions-ths of its rows, or of its work.
+struct Share {
+  int begin = 0, end = kOpPositions;
+  bool ends() const { return end == kOpPositions; }
+};
+
 // An op with its tensors and weights. All threads of a rank run it. When run() returns on a thread, that thread's part
 // is complete, but not yet those of others.
 class BoundOp {
@@ -58,6 +64,46 @@ class BoundOp {
   // Called by one thread before the ops of a step run.
   virtual void begin(const Batch&) {}
   virtual void run(const Batch& batch, int thread) = 0;
+  // The same in shares, in order. After all of them the bits are those of run(). What cannot be divided runs with the
+  // last share.
+  virtual void run_share(const Batch& batch, const Share& share, int thread) {
+    if (share.ends()) run(batch, thread);
+  }
+};
+
+// Rows of an op.
+struct RowRange {
+  int begin = 0, end = 0;
+  int size() const { return end - begin; }
+  // The rows of a thread.
+  RowRange of(int thread, int threads) const {
+    const auto [r0, r1] = part(size(), thread, threads);
+    return {begin + r0, begin + r1};
+  }
+};
+
+// Shares end after a multiple of so many rows, which all ranks know.
+constexpr int kShareRows = 32;
+
+// An op that computes each row by itself, so that it can be divided by rows.
+class RowOp : public BoundOp {
+ public:
+  void run(const Batch& batch, int thread) override { run_rows(batch, {0, rows(batch)}, thread); }
+  void run_share(const Batch& batch, const Share& share, int thread) override {
+    const RowRange own = rows_of(share, rows(batch));
+    if (own.size()) run_rows(batch, own, thread);
+  }
+
+ protected:
+  virtual int rows(const Batch& batch) const = 0;
+  virtual void run_rows(const Batch& batch, const RowRange& rows, int thread) = 0;
+
+  static RowRange rows_of(const Share& share, int rows) {
+    const auto end = [&](int position) {
+      return position == kOpPositions ? rows : (int)((int64_t)rows * position / kOpPositions / kShareRows * kShareRows);
+    };
+    return {end(share.begin), end(share.end)};
+  }
 };
 
 inline std::pair<int, int> my_rows(const Core& core, const Tensor& t, const Batch& batch, int thread) {

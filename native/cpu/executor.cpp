@@ -147,7 +147,7 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
   input.data = const_cast<float*>(x), input.width = m.inputs;
   pool_->run([&](int thread) {
     Activations a;
-    if (!activations(all, thread, m, input, rows, scratch_, a)) return;
+    if (!activations(all, thread, m, input, rows, {0, rows}, scratch_, a)) return;
     const WorkUnit share = work_unit_of(thread, pool_->size(), m.panels(), rows);
     if (share.empty()) return;
     a.x += (size_t)share.r0 * m.inputs, a.converted += share.r0 * a.stride;

@@ -327,29 +327,31 @@ void CpuRunner::copy_states(const Batch& batch) {
 
 RunOutput CpuRunner::run(const Batch& batch, bool want_logits) {
   begin(batch, want_logits);
-  run_needed(batch, 0, needed_.size(), want_logits);
+  for (Step* step : needed_) runs_.push_back({step, {}});
+  run_steps(batch, false, want_logits);
   return std::move(output_);
 }
 
-RunOutput CpuRunner::run_part(const Batch& batch, int part, int parts) {
-  if (!part) begin(batch, false);
-  // By the ops of the program, which are those of every rank: ranks may need and fuse others, and a sum over ranks must
-  // be in the same part on all of them.
-  const auto before = [&](int end) {
-    const auto is_before = [&](const Step* step) {
-      return order_of(*step) * parts / (int64_t)program_.ops().size() < end;
-    };
-    return (size_t)(std::partition_point(needed_.begin(), needed_.end(), is_before) - needed_.begin());
-  };
-  run_needed(batch, before(part), before(part + 1), false);
-  return part + 1 < parts ? RunOutput{} : std::move(output_);
+RunOutput CpuRunner::run_part(const Batch& batch, int from, int to) {
+  if (!from) begin(batch, false);
+  runs_.clear();
+  for (Step* step : needed_) {
+    // By the ops of the program, which are those of every rank: ranks may need and fuse others, and a share of a sum
+    // over ranks must be in the same part on all of them.
+    const int first = order_of(*step) * kOpPositions;
+    const Share share{std::clamp(from - first, 0, kOpPositions), std::clamp(to - first, 0, kOpPositions)};
+    if (share.begin < share.end) runs_.push_back({step, share});
+  }
+  run_steps(batch, true, false);
+  return to < positions() ? RunOutput{} : std::move(output_);
 }
 
-// The index of an op by which it belongs to a part of a step: of its sum over ranks if it has one, else of its last
-// one.
-int64_t CpuRunner::order_of(const Step& step) const {
-  for (int part : step.parts.parts)
-    if (program_.ops()[part].is(Op::all_reduce)) return part;
+// The index of an op by whose position it belongs to parts of a step: of its sum over ranks if it has one, else of its
+// product, which costs the most, else of its last one.
+int CpuRunner::order_of(const Step& step) const {
+  for (Op kind : {Op::all_reduce, Op::linear})
+    for (int part : step.parts.parts)
+      if (program_.ops()[part].is(kind)) return part;
   return step.parts.parts.back();
 }
 
@@ -357,7 +359,7 @@ int64_t CpuRunner::order_of(const Step& step) const {
 void CpuRunner::begin(const Batch& batch, bool want_logits) {
   if (!batch.saved_states.empty() || !batch.loaded_states.empty()) copy_states(batch);
   output_ = {};
-  needed_.clear();
+  needed_.clear(), runs_.clear();
   if (batch.rows.empty()) return;
   output_.samples.resize(batch.outputs.size());
   form_ = adapters_ && adapters_->begin(batch) ? &adapted_ : &plain_;
@@ -369,20 +371,22 @@ void CpuRunner::begin(const Batch& batch, bool want_logits) {
   for (Step* step : needed_) step->op->begin(batch);
 }
 
-// Runs needed ops [first, last). All threads of the rank run them.
-void CpuRunner::run_needed(const Batch& batch, size_t first, size_t last, bool want_logits) {
+// Runs runs_: whole ops or shares of them. All threads of the rank run them.
+void CpuRunner::run_steps(const Batch& batch, bool shares, bool want_logits) {
   if (batch.rows.empty()) return;
   const Tensor logits = want_logits ? form_->tensors[program_.ops().back().inputs[0]] : Tensor{};
   using Clock = std::chrono::steady_clock;
   const std::function<void(int)> task = [&](int thread) {
     auto before = Clock::now();
-    for (size_t i = first; i < last; i++) {
-      Step* step = needed_[i];
-      core_.pool.guard([&] { step->op->run(batch, thread); });
+    for (const Run& run : runs_) {
+      core_.pool.guard([&] {
+        if (shares) run.step->op->run_share(batch, run.share, thread);
+        else run.step->op->run(batch, thread);
+      });
       if (!core_.pool.barrier()) return;
       if (profiling_ && thread == 0) {
         const auto now = Clock::now();
-        record(*step, batch, std::chrono::duration<double>(now - before).count());
+        record(*run.step, batch, run.share, std::chrono::duration<double>(now - before).count());
         before = now;
       }
     }
@@ -400,13 +404,27 @@ void CpuRunner::run_needed(const Batch& batch, size_t first, size_t last, bool w
   }
 }
 
-void CpuRunner::record(Step& step, const Batch& batch, double seconds) const {
+// How many positions an item's rows see up to their own, of all rows. Windows are not regarded, segments are.
+double CpuRunner::seen_by(const Item& item, const Slot& slot, const OpNode& attention) {
+  double seen = (double)item.count * item.start + 0.5 * item.count * (item.count + 1.0);
+  if (!attention.is(Op::span_attention) || !attention.flag("segments") || slot.segments.empty()) return seen;
+  seen = 0;
+  int begin = 0;
+  for (int end : slot.segments) seen += 0.5 * (end - begin) * (end - begin + 1.0), begin = end;
+  return seen;
+}
+
+// Counts an op once, with the time of all of its shares.
+void CpuRunner::record(Step& step, const Batch& batch, const Share& share, double seconds) const {
+  if (share.begin) seconds += step.shares;
+  step.shares = seconds;
+  if (!share.ends()) return;
   StepSize size;
   size.rows = (double)batch.rows.size(), size.outputs = (double)batch.outputs.size(), size.world = core_.world;
   if (step.layout) {
     size.position_bytes = (double)step.layout->bytes / step.layout->span_size;
     for (const Item& item : batch.items) {
-      size.seen += (double)item.count * item.start + 0.5 * item.count * (item.count + 1.0);
+      size.seen += seen_by(item, batch.slot(item.slot), program_.ops()[step.parts.parts.back()]);
       size.context += item.start + item.count;
     }
   }

@@ -29,6 +29,7 @@ class CpuRunner : public Runner {
     FusedOp parts;
     std::unique_ptr<BoundOp> op;  // null: nothing to do
     Counters counters;
+    double shares = 0;                   // seconds of its shares so far, in a step in parts
     const SpanLayout* layout = nullptr;  // of attention ops
   };
 
@@ -41,7 +42,8 @@ class CpuRunner : public Runner {
             const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
   RunOutput run(const Batch& batch, bool want_logits) override;
-  RunOutput run_part(const Batch& batch, int part, int parts) override;
+  RunOutput run_part(const Batch& batch, int from, int to) override;
+  int positions() const override { return (int)program_.ops().size() * kOpPositions; }
   // This draft head's program takes the hidden states that `model` keeps, and keeps its own beside them.
   void share_states(const CpuRunner& model) { states_ = model.states_; }
   void set_profiling(bool on);  // true: resets the counters; false: keeps them
@@ -73,10 +75,11 @@ class CpuRunner : public Runner {
   Tensor bound(const Form& form, size_t op, size_t part, int tensor, bool output) const;
   const Packed* converted_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
   void copy_states(const Batch& batch);
-  int64_t order_of(const Step& step) const;
+  int order_of(const Step& step) const;
+  static double seen_by(const Item& item, const Slot& slot, const OpNode& attention);
   void begin(const Batch& batch, bool want_logits);
-  void run_needed(const Batch& batch, size_t first, size_t last, bool want_logits);
-  void record(Step& step, const Batch& batch, double seconds) const;
+  void run_steps(const Batch& batch, bool shares, bool want_logits);
+  void record(Step& step, const Batch& batch, const Share& share, double seconds) const;
 
   const Core core_;
   const Program& program_;
@@ -94,6 +97,11 @@ class CpuRunner : public Runner {
   Form plain_, adapted_;
   std::vector<Step> steps_;
   std::vector<Step*> needed_;  // of the current step
+  struct Run {
+    Step* step;
+    Share share;
+  };
+  std::vector<Run> runs_;  // of the current step, or of a part of it
   const Form* form_ = nullptr;
   RunOutput output_;
   std::vector<float> own_states_;  // hidden states by place (batch/draft_head.h)

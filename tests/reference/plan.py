@@ -14,7 +14,7 @@ SAMPLE, LOOKUP, GIVEN, MODEL, HIDDEN, PROMPT = 1, 2, 4, 8, 16, 32
 BLOCK_WORDS = 16  # of a sampling block, before its lists
 EXTENDED = 8  # flag of a sampling block: behind its lists min_p, n_biases, n_biases x {id, float}
 # Sections: {slot, position, n, width, floats}; {slot, n, delta, n x 3 parts}; {n saved, copies x {span, host span,
-# key}}; {slot, ends}; {part, parts}; {slot, begins and ends}.
+# key}}; {slot, ends}; {from, to}; {slot, begins and ends}.
 EMBEDDINGS, POSITIONS, COPIES, SEGMENTS, PART, IMAGES = 1, 2, 3, 5, 6, 7
 
 

@@ -4,9 +4,13 @@ and in parts.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 
+from allspark_server.runtime.plan import OP_POSITIONS, StepPlan
 from reference.backend import compile
 from reference.batch import Limits
 from reference.plan import HIDDEN, IMAGES, PART, POSITIONS, SEGMENTS
@@ -34,8 +38,8 @@ class Images:
         self.ends = [sorted({len(p), *rng.integers(1, len(p) + 1, 3).tolist()}) for p in self.places]
         self.merge = merge
 
-    def step(self, which, parts: int = 0) -> list[bytes]:
-        """The plan of a step with these images, or those of its parts."""
+    def step(self, which, cuts=()) -> list[bytes]:
+        """The plan of a step with these images, or those of its parts: cuts are where they end, by op."""
         work, sections, new, spans = [], [], [], 0
         for slot, i in enumerate(which):
             rows = len(self.places[i])
@@ -44,10 +48,11 @@ class Images:
             new.append(start(slot, [0] * rows))
             sections += [(POSITIONS, [slot, rows, 0, *self.places[i].ravel().tolist()]),
                          (SEGMENTS, [slot, *self.ends[i]]), embedded(slot, 0, self.patches[i])]
-        if not parts:
+        if not len(cuts):
             return [plan(work, new, sections=sections)]
-        return [plan(work, new, sections=[*sections, (PART, [0, parts])]),
-                *(plan([], sections=[(PART, [i, parts])]) for i in range(1, parts))]
+        begin, *rest = (round(cut * OP_POSITIONS) for cut in cuts)
+        return [plan(work, new, sections=[*sections, (PART, [0, begin])]),
+                *(plan([], sections=[(PART, [*pair])]) for pair in itertools.pairwise([begin, *rest]))]
 
 
 def toy() -> Toy:
@@ -76,8 +81,8 @@ def outputs_of(executor, plans) -> np.ndarray:
     return executor.step(plans[-1], False).hidden
 
 
-def built(own: Toy, threads: int = 2):
-    return compiled(own, threads, long=True, max_outputs=2048)
+def built(own: Toy, threads: int = 2, fused: bool = True):
+    return compiled(own, threads, long=True, max_outputs=2048, fused=fused)
 
 
 def compare(own: Toy, images: Images, tolerance: float = EXACT, threads: int = 2):
@@ -172,8 +177,60 @@ def test_bits_of_an_image_depend_neither_on_its_batch_nor_on_parts(threads):
     whole = outputs_of(built(own, threads), images.step(range(len(GRIDS))))
     begin = np.cumsum([0, *(len(p) // 4 for p in images.places)])
     for order, parts in (([3, 1, 0, 2], 0), ([2], 0), ([0], 3), ([1, 3], 2), ([3], 64)):
-        found = outputs_of(built(own, threads), images.step(order, parts))
+        found = outputs_of(built(own, threads), images.step(order, even(own, parts)))
         assert found.tobytes() == np.concatenate([whole[begin[i]:begin[i + 1]] for i in order]).tobytes()
+
+
+def even(own: Toy, parts: int) -> list[float]:
+    """Where so many equal parts of a program end."""
+    return [len(own.program.ops) * (i + 1) / parts for i in range(parts)]
+
+
+def layers(own: Toy, x: int) -> int:
+    """Two layers with every op of towers, and mergers of each kind."""
+    own.op("grid_embedding", (x,), None, (own.vector(16 * 48),), side=4)
+    for segments in (True, False):
+        normed = own.op("rms_norm", (x,), 48, (own.vector(48),), eps=1e-6)
+        context = attended(own, normed, 4, 4, 12, segments=segments)
+        own.op("add", (x, own.op("linear", (context,), 48, (own.matrix(48, 48), own.vector(48)))))
+        normed = own.op("rms_norm", (x,), 48, (own.vector(48),), eps=1e-6)
+        both = own.op("linear", (normed,), 128, (own.matrix(128, 48), own.vector(128)))
+        own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), 64),), 48, (own.matrix(48, 64),))))
+        normed = own.op("layer_norm", (x,), 48, (own.vector(48), own.vector(48)), eps=1e-5)
+        inner = own.op("linear", (normed,), 80, (own.matrix(80, 48),))
+        own.op("activate", (inner,), None, function="gelu")
+        own.op("add", (x, own.op("linear", (inner,), 48, (own.matrix(48, 80),))))
+    both = own.op("linear", (x,), 64, (own.matrix(64, 48),))
+    x = own.op("linear", (own.op("gelu_mul", (both,), 32),), 48, (own.matrix(48, 32),))
+    one, two = (own.op("merge_rows", (x,), 48 * 4, rows=OUTPUTS, count=4, how=how) for how in ("concat", "interleave"))
+    return own.op("concat", (one, own.op("linear", (two,), 20, (own.matrix(20, 192),))), 212)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_where_ops_are_cut(threads, fused):
+    """Between ops, and between rows of one."""
+    own, images = toy(), Images(((2, 2), (20, 34)))
+    own.rotary(12, temporal=0, height=3, width=3)
+    x = own.op("linear", (given(own),), 48, (own.matrix(48, WIDTH),))
+    own.op("hidden_states", (layers(own, x),))
+    executor, rng, count = built(own, threads, fused), np.random.default_rng(SEED + 4), len(own.program.ops)
+    whole = outputs_of(executor, images.step([1, 0], ()))
+
+    def again(cuts) -> bytes:
+        first, *rest = images.step([1, 0], cuts)
+        return outputs_of(executor, [free(first), *rest]).tobytes()
+
+    for cuts in ([count], even(own, 7), even(own, 500), *(sorted({*rng.uniform(0, count, n), float(count)})
+                                                          for n in (1, 2, 10, 100, 1000))):
+        assert again(cuts) == whole.tobytes(), cuts
+    assert again(()) == whole.tobytes()
+
+
+def free(step: bytes) -> bytes:
+    """The plan of a step that also frees the slots of the one before."""
+    decoded = StepPlan.decode(step)
+    return dataclasses.replace(decoded, free=[0, 1]).encode()
 
 
 def test_other_steps_do_not_come_between_parts():
@@ -181,13 +238,14 @@ def test_other_steps_do_not_come_between_parts():
     own.rotary(12)
     merged(own, attended(own, given(own), 2, 2, 12))
     executor = built(own)
-    first, second, third = images.step([1], 3)
+    first, second, third = images.step([1], even(own, 3))
     executor.step(first, False)
-    with pytest.raises(ValueError, match="part 2 of 3, expected part 1 of 3"):
+    ends = [round(end * OP_POSITIONS) for end in even(own, 3)]
+    with pytest.raises(ValueError, match=f"from {ends[1]} to {ends[2]} of {ends[2]}, expected one from {ends[0]}"):
         executor.step(third, False)
     executor.step(second, False)    # a plan that is refused changes nothing
     assert len(executor.step(third, False).hidden) == len(images.places[1]) // 4
-    with pytest.raises(ValueError, match="part 1 of 3, expected a first part"):
+    with pytest.raises(ValueError, match=f"a part from {ends[0]} to .*, expected a first part"):
         executor.step(second, False)
 
 
@@ -280,7 +338,9 @@ def test_wrong_sections_are_refused():
             ([(SEGMENTS, [0, 3])], "has segments up to position 3 of 4"),
             ([(POSITIONS, [1, 1, 0, 0, 0, 0])], "slot 1 is given rotary positions, and does not enter"),
             ([(POSITIONS, [0, 2, 0, 0, 0, 0])], "2 rotary positions in 3 words"),
-            ([(PART, [2, 2])], "part 2 of 2"),
+            ([(PART, [2, 2])], "a part from 2 to 2"),
+            ([(PART, [2, 3])], "a part from 2 to 3 has work of its own"),
+            ([(PART, [0, 1 << 20])], "a part from 0 to 1048576 of 458752, expected a first part"),
             ([(IMAGES, [0, 0, 4])], "images, whose rows do not see each other in this program"),
             ([(9, [])], "a section of kind 9")):
         with pytest.raises(ValueError, match=reason):

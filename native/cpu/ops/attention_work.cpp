@@ -14,6 +14,10 @@ size_t partial_floats_of(const SpanLayout& layout) { return (size_t)kTileRows * 
 int runs_of(int blocks) { return (blocks + kRunBlocks - 1) / kRunBlocks; }
 int runs_of(int begin, int end) { return runs_of(end) - begin / kRunBlocks; }
 
+// Estimates of what takes as long as a tile's block: writing a key and a value takes a part of it, and so does
+// converting a tile's queries.
+constexpr double kWritingBlocks = 0.02, kQueryBlocks = 0.5;
+
 // Where one thread's part ends and the next one's begins, at most one tile and one of its runs are shared. This memory
 // also suffices for the parts of the longest context.
 size_t partials_of(int threads, int max_length) {
@@ -75,8 +79,21 @@ void AttentionWork::begin(const Batch& batch) {
   tiles.clear(), units.clear(), pairs.clear(), shared.clear();
   make_tiles(batch);
   by_pairs = threads > 1 && (int)tiles.size() < 4 * threads;
+  rows = (int)batch.rows.size();
   if (by_pairs) share_pairs();
   else make_units();
+}
+
+AttentionWork::Done AttentionWork::at(int position) const {
+  const int count = (int)units.size();
+  if (position == kOpPositions) return {rows, count, rows};
+  const double writing = kWritingBlocks * shape.kv_heads * rows, converting = kWritingBlocks * shape.q_heads * rows,
+               attending = costs.empty() ? 0 : costs.back();
+  double done = (writing + attending + converting) * position / kOpPositions;
+  if (done < writing) return {(int)(done / writing * rows), 0, 0};
+  done -= writing;
+  if (done < attending) return {rows, (int)(std::upper_bound(costs.begin(), costs.end(), done) - costs.begin()), 0};
+  return {rows, count, std::min(rows, (int)((done - attending) / converting * rows))};
 }
 
 void AttentionWork::make_tiles(const Batch& batch) {
@@ -191,6 +208,9 @@ void AttentionWork::make_units() {
   units = std::move(cut);
   std::stable_sort(units.begin(), units.end(),
                    [](const WorkUnit& a, const WorkUnit& b) { return a.end - a.begin > b.end - b.begin; });
+  double total_cost = 0;
+  costs.clear();
+  for (const WorkUnit& unit : units) costs.push_back(total_cost += unit.count * (unit.end - unit.begin + kQueryBlocks));
 }
 
 }  // namespace as

@@ -86,6 +86,12 @@ struct WorkUnit {
 struct AttentionWork {
   AttentionWork(const AttentionShape& shape, const SpanLayout& layout, int threads, int max_length);
   void begin(const Batch& batch);
+  // What shares have computed up to a position of the op: how many rows are written to the cache, how many units are
+  // attended to, and then how many rows are converted for the op that reads them. Not of work that is divided by pairs.
+  struct Done {
+    int written, units, converted;
+  };
+  Done at(int position) const;
   float* partial(int index) const { return partials.as<float>() + index * partial_floats(); }
   size_t partial_floats() const;
 
@@ -100,6 +106,8 @@ struct AttentionWork {
   // Every sequence has one row, and one tile for each KV head. So the thread that attends to the last block can write
   // the key first.
   bool one_tile_a_key = false;
+  int rows = 0;               // of the step
+  std::vector<double> costs;  // of the units up to each, its own included, in a tile's blocks
   Buffer partials;
   Buffer scratch;                  // of each thread
   const BoundOp* first = nullptr;  // first of the layers that share this: it initializes the step

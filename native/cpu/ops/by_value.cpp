@@ -39,13 +39,15 @@ Activation activation_of(const OpNode& op) {
   return Activation::relu;
 }
 
-class Activate : public BoundOp {
+class Activate : public RowOp {
  public:
   explicit Activate(const Binding& b) : core_(b.core), function_(activation_of(b.parts[0].op)), x_(b.parts[0].in()) {}
 
-  void run(const Batch& batch, int thread) override {
-    const auto [begin, end] = part((int64_t)x_.rows(batch) * x_.width, thread, core_.pool.size());
-    core_.k.activate(function_, x_.data + begin, end - begin);
+  int rows(const Batch& batch) const override { return x_.rows(batch); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
+    const auto [begin, end] = part((int64_t)range.size() * x_.width, thread, core_.pool.size());
+    core_.k.activate(function_, x_.row(range.begin) + begin, end - begin);
   }
 
  private:

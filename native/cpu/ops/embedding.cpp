@@ -41,7 +41,7 @@ class Embedding : public BoundOp {
   const Tensor out_;
 };
 
-class Given : public BoundOp {
+class Given : public RowOp {
  public:
   explicit Given(const Binding& b)
       : core_(b.core),
@@ -51,8 +51,10 @@ class Given : public BoundOp {
 
   bool needed(const Batch& batch) const override { return !adds_ || !batch.given.empty(); }
 
-  void run(const Batch& batch, int thread) override {
-    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+  int rows(const Batch& batch) const override { return x_.rows(batch); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
+    const auto [r0, r1] = range.of(thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       const float* given = batch.given_row(r);
       if (adds_ && given) core_.k.add(x_.row(r), given + offset_, x_.width);

@@ -4,7 +4,7 @@
 namespace as {
 namespace {
 
-class GatedMul : public BoundOp {
+class GatedMul : public RowOp {
  public:
   explicit GatedMul(const Binding& b)
       : core_(b.core),
@@ -18,10 +18,13 @@ class GatedMul : public BoundOp {
       clamped_ = true, alpha_ = (float)op.number("alpha"), limit_ = (float)op.number("limit");
   }
 
-  void run(const Batch& batch, int thread) override {
-    const int n = out_.width, rows = out_.rows(batch);
-    const auto [c0, c1] = rows == 1 ? part(n, thread, core_.pool.size()) : std::pair<int, int>(0, n);
-    const auto [r0, r1] = rows == 1 ? std::pair<int, int>(0, 1) : part(rows, thread, core_.pool.size());
+  int rows(const Batch& batch) const override { return out_.rows(batch); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
+    const int n = out_.width;
+    const bool one = range.size() == 1;
+    const auto [c0, c1] = one ? part(n, thread, core_.pool.size()) : std::pair<int, int>(0, n);
+    const auto [r0, r1] = one ? range : range.of(thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       const float *gate = in_.row(r) + c0, *up = gate + n;
       float* y = out_.row(r) + c0;

@@ -24,22 +24,22 @@ size_t converted_bytes(const Core& core, const Packed& m, int rows) {
   return core.k.converted_layout(m).bytes * std::max(rows, core.pool.size());
 }
 
-bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
-                 Activations& a) {
-  a = {x.data, m.inputs, scratch.as(), core.k.converted_layout(m).bytes};
+bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const RowRange& range,
+                 const Buffer& scratch, Activations& a) {
+  a = {x.row(range.begin), m.inputs, scratch.as(), core.k.converted_layout(m).bytes};
   if (x.is_converted(rows)) {
-    a.converted = x.bytes(0);
+    a.converted = x.bytes(range.begin);
     return true;
   }
   if (!a.stride) return true;
-  if (rows == 1) {
+  if (range.size() == 1) {
     char* own = scratch.as() + thread * a.stride;
-    core.k.convert_row(m, x.data, own);
+    core.k.convert_row(m, a.x, own);
     a.converted = own;
     return true;
   }
-  const auto [r0, r1] = part(rows, thread, core.pool.size());
-  for (int r = r0; r < r1; r++) core.k.convert_row(m, x.row(r), scratch.as() + r * a.stride);
+  const auto [r0, r1] = part(range.size(), thread, core.pool.size());
+  for (int r = r0; r < r1; r++) core.k.convert_row(m, x.row(range.begin + r), scratch.as() + r * a.stride);
   return core.pool.barrier();
 }
 

@@ -25,10 +25,10 @@ size_t converted_bytes(const Core& core, const Packed& m, int rows);
 // Bytes of scratch memory that head_linear needs for `rows` rows: each thread converts the rows of its heads.
 size_t head_linear_bytes(const Core& core, const Packed& m, int rows);
 
-// The rows of `x` in the kernels' format. A converted tensor is used as it is. Otherwise threads divide the rows and
-// convert them into `scratch`; a single row is converted by every thread, which takes less time than a barrier. Returns
-// false if another thread has failed.
-bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
-                 Activations& a);
+// Rows `range` of the `rows` of `x` in the kernels' format. A converted tensor is used as it is. Otherwise threads
+// divide the range and convert it into `scratch`; a single row is converted by every thread, which takes less time than
+// a barrier. Returns false if another thread has failed.
+bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const RowRange& range,
+                 const Buffer& scratch, Activations& a);
 
 }  // namespace as

@@ -8,7 +8,7 @@
 namespace as {
 namespace {
 
-class GridEmbedding : public BoundOp {
+class GridEmbedding : public RowOp {
  public:
   explicit GridEmbedding(const Binding& b)
       : core_(b.core),
@@ -31,8 +31,10 @@ class GridEmbedding : public BoundOp {
     }
   }
 
-  void run(const Batch& batch, int thread) override {
-    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+  int rows(const Batch& batch) const override { return x_.rows(batch); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
+    const auto [r0, r1] = range.of(thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       const Row& row = batch.rows[r];
       const Slot& slot = batch.slot(row.slot);

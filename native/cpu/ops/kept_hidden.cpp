@@ -38,12 +38,14 @@ class KeptHidden : public BoundOp {
   float* const* const states_;
 };
 
-class Concat : public BoundOp {
+class Concat : public RowOp {
  public:
   explicit Concat(const Binding& b) : core_(b.core), inputs_(b.parts[0].inputs), out_(b.parts[0].out()) {}
 
-  void run(const Batch& batch, int thread) override {
-    const auto [r0, r1] = my_rows(core_, out_, batch, thread);
+  int rows(const Batch& batch) const override { return out_.rows(batch); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
+    const auto [r0, r1] = range.of(thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       float* rest = out_.row(r);
       for (const Tensor& input : inputs_) rest = std::copy_n(input.row(r), input.width, rest);

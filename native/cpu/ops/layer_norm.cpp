@@ -4,7 +4,7 @@
 namespace as {
 namespace {
 
-class LayerNorm : public BoundOp {
+class LayerNorm : public RowOp {
  public:
   explicit LayerNorm(const Binding& b)
       : core_(b.core),
@@ -14,8 +14,10 @@ class LayerNorm : public BoundOp {
         x_(b.parts[0].in()),
         y_(b.parts[0].out()) {}
 
-  void run(const Batch& batch, int thread) override {
-    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+  int rows(const Batch& batch) const override { return x_.rows(batch); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
+    const auto [r0, r1] = range.of(thread, core_.pool.size());
     for (int r = r0; r < r1; r++) core_.k.layer_norm(x_.row(r), weight_, bias_, y_.row(r), x_.width, eps_);
   }
 

@@ -7,7 +7,7 @@
 namespace as {
 namespace {
 
-class MergeRows : public BoundOp {
+class MergeRows : public RowOp {
  public:
   explicit MergeRows(const Binding& b)
       : core_(b.core),
@@ -17,8 +17,10 @@ class MergeRows : public BoundOp {
         in_(b.parts[0].in()),
         out_(b.parts[0].out()) {}
 
-  void run(const Batch& batch, int thread) override {
-    const auto [r0, r1] = my_rows(core_, out_, batch, thread);
+  int rows(const Batch& batch) const override { return out_.rows(batch); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
+    const auto [r0, r1] = range.of(thread, core_.pool.size());
     for (const Item& item : batch.items)
       for (int r = std::max(r0, item.output); r < std::min(r1, item.output + item.outputs); r++)
         merge(item.row + (r - item.output) * count_, out_.row(r));

@@ -14,7 +14,7 @@
 namespace as {
 namespace {
 
-class RotaryTableOp : public BoundOp {
+class RotaryTableOp : public RowOp {
  public:
   explicit RotaryTableOp(const Binding& b)
       : core_(b.core),
@@ -34,9 +34,11 @@ class RotaryTableOp : public BoundOp {
     b.rotary.push_back(table_);
   }
 
-  void run(const Batch& batch, int thread) override {
+  int rows(const Batch& batch) const override { return (int)batch.rows.size(); }
+
+  void run_rows(const Batch& batch, const RowRange& range, int thread) override {
     const int half = table_->half;
-    const auto [r0, r1] = part((int)batch.rows.size(), thread, core_.pool.size());
+    const auto [r0, r1] = range.of(thread, core_.pool.size());
     std::vector<float> grown(dynamic_ ? half : 0);
     int grown_length = -1;
     for (int r = r0; r < r1; r++) {

@@ -74,19 +74,39 @@ class SpanAttention : public BoundOp {
 
   void run(const Batch& batch, int thread) override {
     if (writes_ && !work_->one_tile_a_key) {
-      core_.pool.guard([&] { write_cache(batch, thread); });
+      core_.pool.guard([&] { write_cache(batch, {0, (int)batch.rows.size()}, thread); });
       if (!core_.pool.barrier()) return;
     }
     core_.pool.guard([&] {
       const AttentionScope scope(core_.k);
       if (work_->by_pairs) attend_pairs(batch, thread);
-      else attend_units(batch, thread);
+      else attend_units(batch, (int)work_->units.size(), thread);
     });
     const int rows = (int)batch.rows.size();
     const bool converts = out_.is_converted(rows);
     if ((work_->shared.empty() && !converts) || !core_.pool.barrier()) return;
-    if (converts) finish_by_rows(rows, thread);
+    if (converts) finish_by_rows({0, rows}, thread);
     else finish_by_tiles(thread);
+  }
+
+  // Keys and values are written first, then units are attended to in the order of the list, then rows are converted for
+  // the following linear.
+  void run_share(const Batch& batch, const Share& share, int thread) override {
+    if (work_->by_pairs || work_->one_tile_a_key) return BoundOp::run_share(batch, share, thread);
+    const AttentionWork::Done from = work_->at(share.begin), to = work_->at(share.end);
+    if (writes_ && from.written < to.written) {
+      core_.pool.guard([&] { write_cache(batch, {from.written, to.written}, thread); });
+      if (!core_.pool.barrier()) return;
+    }
+    if (from.units < to.units) {
+      core_.pool.guard([&] {
+        const AttentionScope scope(core_.k);
+        attend_units(batch, to.units, thread);
+      });
+      if (!core_.pool.barrier()) return;
+    }
+    if (out_.is_converted((int)batch.rows.size())) finish_by_rows({from.converted, to.converted}, thread);
+    else if (share.ends()) finish_by_tiles(thread);
   }
 
  private:
@@ -98,7 +118,7 @@ class SpanAttention : public BoundOp {
   Scratchpad scratch(int thread) const;
   const float* head(int row, int index, float* room) const;
   void write_row(const Batch& batch, int row, int kv_head, float* room) const;
-  void write_cache(const Batch& batch, int thread) const;
+  void write_cache(const Batch& batch, const RowRange& range, int thread) const;
   AttentionTile make_tile(const Tile& tile, char* queries, float* heads) const;
   int block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const;
   BlockSpans spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next, int next_block,
@@ -113,11 +133,11 @@ class SpanAttention : public BoundOp {
   void merge_ascending(const Tile& tile, int block, const float* partial, float* run, float* result) const;
   void finish_rows(const Tile& tile, int row0, int row1, const float* result) const;
   void attend_unit(const Batch& batch, const WorkUnit& unit, const Scratchpad& s) const;
-  void attend_units(const Batch& batch, int thread);
+  void attend_units(const Batch& batch, int end, int thread);
   void attend_pairs(const Batch& batch, int thread) const;
   void finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const;
   void finish_by_tiles(int thread) const;
-  void finish_by_rows(int rows, int thread) const;
+  void finish_by_rows(const RowRange& range, int thread) const;
 
   const Core& core_;
   const std::shared_ptr<AttentionWork> work_;
@@ -183,9 +203,9 @@ void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* r
   write_token(stored, to, r.position % stored.span_size, key, value);
 }
 
-void SpanAttention::write_cache(const Batch& batch, int thread) const {
+void SpanAttention::write_cache(const Batch& batch, const RowRange& range, int thread) const {
   const auto& rows = batch.rows;
-  auto [r0, r1] = part((int)rows.size(), thread, core_.pool.size());
+  auto [r0, r1] = range.of(thread, core_.pool.size());
   // Both tokens of a pair of values belong to the thread of the first one, because they may share a byte.
   const auto splits = [&](int r) {
     return r > 0 && r < (int)rows.size() && rows[r].position % 2 && rows[r - 1].slot == rows[r].slot;
@@ -356,10 +376,15 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
     if (!tiles[i].shared) finish_rows(tiles[i], 0, tiles[i].rows(), s.results + i * floats);
 }
 
-void SpanAttention::attend_units(const Batch& batch, int thread) {
+// Attends to the next units up to `end`, which threads take in turn. None is taken beyond it: the next share begins
+// there.
+void SpanAttention::attend_units(const Batch& batch, int end, int thread) {
   const Scratchpad s = scratch(thread);
-  for (int taken; (taken = taken_.fetch_add(1, std::memory_order_relaxed)) < (int)work_->units.size();)
-    attend_unit(batch, work_->units[taken], s);
+  for (int next = taken_.load(std::memory_order_relaxed); next < end;)
+    if (taken_.compare_exchange_weak(next, next + 1, std::memory_order_relaxed)) {
+      attend_unit(batch, work_->units[next], s);
+      next = taken_.load(std::memory_order_relaxed);
+    }
 }
 
 void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
@@ -430,9 +455,9 @@ void SpanAttention::finish_by_tiles(int thread) const {
 }
 
 // The same by whole rows of the output, which are converted for the following linear.
-void SpanAttention::finish_by_rows(int rows, int thread) const {
+void SpanAttention::finish_by_rows(const RowRange& range, int thread) const {
   const Scratchpad s = scratch(thread);
-  const auto [r0, r1] = part(rows, thread, core_.pool.size());
+  const auto [r0, r1] = range.of(thread, core_.pool.size());
   for (int t : work_->shared) {
     const Tile& tile = work_->tiles[t];
     const int first = std::max(r0, tile.row) - tile.row, last = std::min(r1, tile.row + tile.positions) - tile.row;
