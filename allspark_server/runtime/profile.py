@@ -3,7 +3,7 @@
 Profiling needs no switch. Steps are profiled for PROFILE_SECONDS after a model's first step and after each reading (on
 a GPU only a few of these steps: cuda/op_times.h). A reading within that time lets the profile grow. A later reading
 returns the last profile and starts a new one. So a reading every minute profiles all the time, and a model whose
-profile is not read has no cost.
+profile is not read has no cost. A vision tower is profiled as its model is; its ops are named tower:….
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ def role_of(graph: Graph, op: Op) -> str:
         return ""
     if graph.tensors[op.inputs[0]].logit_rows:
         return "lm_head"
-    return re.sub(r"^model\.layers\.\d+\.", "", op.weights[0]).removesuffix(".weight")
+    return re.sub(r"^(model\.layers|encoder\.layers|transformer\.layers|blocks)\.\d+\.", "",
+                  op.weights[0]).removesuffix(".weight")
 
 
 def summarize(entries: list[OpProfile]) -> list[OpProfile]:

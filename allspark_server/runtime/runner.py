@@ -356,7 +356,10 @@ class ModelRunner:
         """The cost of the ops of the profiled steps (rank 0 only). First completes the measurement of the roofline."""
         model = self._loaded()
         assert self._profiler is not None and self._meter is not None
-        return Profile(summarize(self._profiler.read(model.graph, model.formats)), self._meter.finish())
+        ops = self._profiler.read(model.graph, model.formats)
+        if self.tower is not None:
+            ops += self.tower.profile()
+        return Profile(summarize(ops), self._meter.finish())
 
     def close(self) -> None:
         """Frees weights and cache. No other method may be called afterwards."""

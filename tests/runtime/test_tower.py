@@ -56,6 +56,27 @@ def test_parts(name, world, dtype):
                         lambda begin, parts=parts: begin + rng.exponential(end / parts)) == whole
 
 
+def test_the_profile_shows_ops_of_the_tower():
+    """Once for each step, however it is cut, beside those of the model."""
+    directory = checkpoint("qwen2.5-vl")
+    config = json.loads((directory / "config.json").read_text())
+    images = read_processor(directory, config).process([picture(50, 70)])
+    with Driver(directory, 1, engine_max_length=256, max_image_tokens=128) as driver:
+        runner, counted = driver.runners[0], []
+        encoder = ImageEncoder("m", runner.tower, 0, lambda command: command())
+        end = encoder._pace.end
+        for parts in (1, 50):
+            rows(driver, encoder, images, lambda begin, parts=parts: begin + end / parts)
+            ops = {(op.op, op.weight): op for op in runner.profile().ops}
+            counted.append([ops["tower:rope+span_attention", ""].count, ops["tower:linear+add", "attn.proj"].count,
+                            ops["tower:rope+span_attention", ""].operations])
+        layers, hidden = config["vision_config"]["depth"], config["vision_config"]["hidden_size"]
+        assert counted[0][:2] == [layers, layers]
+        assert counted[1] == [2 * value for value in counted[0]]
+        patches = len(images[0].patches)
+        assert 0 < counted[0][2] < layers * (4 * hidden * patches ** 2 + 6 * hidden * patches)  # windows
+
+
 def test_parts_take_as_long_by_what_ops_cost():
     pace = Pace([OpCost("other", 10), OpCost("product", 1e6), OpCost("attention", 0, pair=1e3), OpCost("other", 0, 7),
                  OpCost("product", 0, output=4e6)])
