@@ -20,7 +20,6 @@ from allspark_server.runtime.tower import OpCost
 from support.driver import Driver
 from support.vision import checkpoint, picture
 
-
 NAMES = ("qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", "gemma4", "gemma4-small", "llava")
 CASES = ((1, "auto"), (2, "auto"), (3, "auto"), (1, "w8a8"), (3, "w8a8"))
 
