@@ -53,9 +53,11 @@ class QwenProcessor(ImageProcessor):
     def within(self, tokens: int) -> QwenProcessor:
         """See ImageProcessor."""
         cap = tokens * (self.patch * self.merge) ** 2
-        most, view = min(self.max_pixels, cap), min(self.videos.view_pixels, cap)
-        return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most,
-                       videos=replace(self.videos, view_pixels=view))
+        most, videos = min(self.max_pixels, cap), self.videos
+        videos = replace(videos, view_pixels=min(videos.view_pixels, cap))
+        if not videos.stamped:
+            videos = replace(videos, min_pixels=min(videos.min_pixels, cap), max_pixels=min(videos.max_pixels, cap))
+        return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most, videos=videos)
 
     def _limits(self, image: EncodedImage | EncodedVideo, least: int, most: int) -> tuple[int, int]:
         """The least and the most pixels of an image. One that the image has overrides the other of the settings."""
@@ -192,15 +194,15 @@ def _read_videos(settings: Settings, config: Fields, patch: int, merge: int, fra
     limits = [size.get("shortest_edge", 128 * block), size.get("longest_edge", 768 * block)]
     if not stamped:
         limits = [fields.get(name, int, value) for name, value in zip(("min_pixels", "max_pixels"), limits)]
-    if not 0 < limits[0] <= limits[1]:
+    if min(limits) < 1:
         raise fields.error("size", f"asks for {limits[0]} to {limits[1]} pixels of a video")
     mean, std = ([0.5] * 3, [0.5] * 3) if stamped else (CLIP_MEAN, CLIP_STD)
     rate = config.inner("vision_config").get("tokens_per_second", float, 4.0) if kind == "qwen2_5_vl" else 0.0
     return VideoSettings(
         token=config.get("video_token_id", int), start=config.get("vision_start_token_id", int, 151652),
-        end=config.get("vision_end_token_id", int, 151653), stamped=stamped, min_pixels=limits[0], max_pixels=limits[1],
-        view_pixels=MAX_PIXELS, tokens_per_second=rate, normalization=settings.normalization(mean, std),
-        resample=settings.resample(BICUBIC))
+        end=config.get("vision_end_token_id", int, 151653), stamped=stamped, min_pixels=min(limits),
+        max_pixels=limits[1], view_pixels=MAX_PIXELS, tokens_per_second=rate,
+        normalization=settings.normalization(mean, std), resample=settings.resample(BICUBIC))
 
 
 def read(settings: Settings, config: Fields) -> QwenProcessor:

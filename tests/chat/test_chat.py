@@ -239,7 +239,8 @@ def test_images_in_templates():
     assert text == "system:s;user:<img>a<img>;tool:<img>;user:<img>;"
     with pytest.raises(ValueError, match="chat template takes no images in a message of the role 'user'"):
         render(with_template("{{ messages[0]['content'] }}").templates, messages, ChatOptions())
-    for part in ({"type": "image", "image": "x"}, {"type": "image_url", "image_url": {"url": "x"}}, {"type": "video"}):
+    for part in ({"type": "image", "image": "x"}, {"type": "image_url", "image_url": {"url": "x"}},
+                 {"type": "video", "video": "x"}, {"type": "audio"}):
         with pytest.raises(ValueError, match=r"messages\[0\]\['content'\]\[0\]"):
             check_messages([{"role": "user", "content": [part]}])
 
