@@ -311,7 +311,7 @@ def test_choices_follow_what_kernels_cost():
     # Hopper's kernels do not follow them.
     assert cuda.gemm_kernels(cuda.Chip(costs={**costs, "mma_prefill": faster}), *int4) == cuda.gemm_kernels(
         cuda.Chip(), *int4)
-    assert cuda.mma_rate(costs, 163 << 10, 132) == pytest.approx(132 * 2 * 256 * 128 * 64 / 1110e-9)
+    assert cuda.mma_rate(costs, 163 << 10, 132) == pytest.approx(132 * 2 * 128 * 128 * 64 / 620e-9)
     for wrong, told in ({"read": 1}, "graph_node must be 1 number"), ({**costs, "read": -1}, "read must be 1 number"), (
             {**costs, "mma": [1, 2]}, "mma must be 3 numbers"), ({**costs, "new": 1}, "unknown name"):
         with pytest.raises(ValueError, match=told):
