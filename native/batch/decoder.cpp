@@ -29,13 +29,11 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
 
 StepOutput Decoder::step_part(Plan& plan) {
   if (drafter_) throw std::invalid_argument("step plan: a step with drafts does not run in parts");
-  if ((plan.from && plan.from != next_part_) || plan.to > runner_.positions())
-    throw std::invalid_argument("step plan: a part from " + std::to_string(plan.from) + " to " +
-                                std::to_string(plan.to) + " of " + std::to_string(runner_.positions()) + ", expected " +
-                                (next_part_ ? "one from " + std::to_string(next_part_) : "a first part"));
+  check_part(plan, next_part_, runner_.positions());
   next_part_ = 0;
   if (!plan.from) {
     slots_.check(plan, false);
+    for (GivenRows& given : plan.given) given.keep();  // for the parts that follow
     slots_.begin(plan);
     batch_ = &slots_.batch();
   }
@@ -45,6 +43,13 @@ StepOutput Decoder::step_part(Plan& plan) {
     return {};
   }
   return output_of(*batch_, result, slots_.accept(*batch_, result.samples));
+}
+
+void check_part(const Plan& plan, int next, int positions) {
+  if ((plan.from && plan.from != next) || plan.to > positions)
+    throw std::invalid_argument("step plan: a part from " + std::to_string(plan.from) + " to " +
+                                std::to_string(plan.to) + " of " + std::to_string(positions) + ", expected " +
+                                (next ? "one from " + std::to_string(next) : "a first part"));
 }
 
 StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Slots::Accepted>& accepted) {

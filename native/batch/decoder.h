@@ -43,6 +43,10 @@ class StepModel {
   virtual StepOutput finish() { throw std::logic_error("finish() of a step that was not begun"); }
 };
 
+// Throws std::invalid_argument unless the plan's part is the first of a step or begins at position `next`, of a program
+// with so many positions.
+void check_part(const Plan& plan, int next, int positions);
+
 // Converts a batch's results to what the plan's sender reads. Moves logits and hidden states out of `result`.
 StepOutput output_of(const Batch& batch, RunOutput& result, const std::vector<Slots::Accepted>& accepted);
 

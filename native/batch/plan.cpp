@@ -63,13 +63,12 @@ void parse_states(Reader in, Plan& plan) {
 
 // A section of given rows: slot, position, rows, width, then the rows.
 void parse_rows(Reader in, Plan& plan) {
-  GivenRows given{in.next(), in.next(), in.next(), in.next(), {}};
+  GivenRows given{in.next(), in.next(), in.next(), in.next(), nullptr, {}};
   const int64_t words = in.end - in.p;
   if (given.rows < 1 || given.width < 1 || (int64_t)given.rows * given.width != words)
     throw std::invalid_argument("step plan: " + std::to_string(given.rows) + " given rows of " +
                                 std::to_string(given.width) + " values in " + std::to_string(words) + " words");
-  given.values.resize(words);
-  std::memcpy(given.values.data(), in.p, words * sizeof(float));
+  given.values = reinterpret_cast<const float*>(in.p);
   plan.given.push_back(std::move(given));
 }
 
@@ -124,9 +123,14 @@ void parse_section(int32_t kind, Reader in, Plan& plan) {
 Plan Plan::parse(const std::string& bytes, int groups) {
   if (bytes.empty() || bytes.size() % 4)
     throw std::invalid_argument("step plan: length must be a multiple of 4, got " + std::to_string(bytes.size()));
-  std::vector<int32_t> words(bytes.size() / 4);
-  std::memcpy(words.data(), bytes.data(), bytes.size());
-  Reader in{words.data(), words.data() + words.size()};
+  std::vector<int32_t> copied;
+  const int32_t* words = reinterpret_cast<const int32_t*>(bytes.data());
+  if (reinterpret_cast<uintptr_t>(words) % alignof(int32_t)) {
+    copied.resize(bytes.size() / 4);
+    std::memcpy(copied.data(), bytes.data(), bytes.size());
+    words = copied.data();
+  }
+  Reader in{words, words + bytes.size() / 4};
   if (in.next() != kMagic) throw std::invalid_argument("not a step plan of this version");
   Plan plan;
   const int32_t n_free = in.count("freed slots"), n_new = in.count("new sequences"), n_work = in.count("work items");
@@ -162,6 +166,8 @@ Plan Plan::parse(const std::string& bytes, int groups) {
     in.p += n_words;
   }
   if (in.p != in.end) throw std::invalid_argument("step plan: words left over at the end");
+  for (GivenRows& given : plan.given)
+    if (!copied.empty()) given.keep();
   return plan;
 }
 

@@ -57,10 +57,18 @@ struct StateCopy {
 };
 
 // Rows that a program takes as they are for positions [position, position + rows) of a slot: embeddings of an image, or
-// the patches of one.
+// the patches of one. values: [rows, width], in the plan's bytes, unless they had to be copied, or keep() was called.
 struct GivenRows {
   int32_t slot, position, rows, width;
-  std::vector<float> values;  // [rows, width]
+  const float* values;
+  std::vector<float> own;
+
+  // Copies the values, so that they outlive the plan's bytes.
+  void keep() {
+    if (!own.empty()) return;
+    own.assign(values, values + (size_t)rows * width);
+    values = own.data();
+  }
 };
 
 // The rotary positions (time, height, width) of a slot's first positions. Those of later ones are the position + delta.
@@ -95,7 +103,8 @@ struct Plan {
   // first one have no work of their own.
   int from = 0, to = 0;
 
-  // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups.
+  // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups. They must
+  // outlive the given rows of the plan.
   static Plan parse(const std::string& bytes, int groups);
 };
 

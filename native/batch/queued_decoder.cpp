@@ -36,7 +36,7 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   const bool first = steps_.empty();
   if (steps_.size() > 1 || (!first && !steps_.back().foretold)) return false;
   Plan plan = Plan::parse(bytes, slots_.groups());
-  if (plan.to) throw std::invalid_argument("step plan: this backend does not run a step's ops in parts");
+  if (plan.to) return first && begin_part(plan);
   if (!first && has_drafts(plan)) return false;  // drafts follow the tokens that the current step samples
   try {
     slots_.check(plan, drafter_ != nullptr);
@@ -45,6 +45,7 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
     return false;  // the error is raised when the plan is submitted again
   }
   slots_.begin(plan);
+  next_part_ = 0;
   const bool copies = !plan.saved.empty() || !plan.restored.empty();
   if (copies) store_->copy(plan.saved, plan.restored);
   if (drafter_) drafter_->draft(slots_);
@@ -54,9 +55,25 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
   return true;
 }
 
+bool QueuedDecoder::begin_part(Plan& plan) {
+  if (drafter_) throw std::invalid_argument("step plan: a step with drafts does not run in parts");
+  check_part(plan, next_part_, runner_.positions());
+  next_part_ = 0;
+  if (!plan.from) {
+    slots_.check(plan, false);
+    slots_.begin(plan);
+    batch_ = slots_.batch();
+  }
+  runner_.begin_part(batch_, plan.from, plan.to);
+  const bool last = plan.to == runner_.positions();
+  steps_.push_back({last ? batch_ : Batch{}, false, false, true});
+  next_part_ = last ? 0 : plan.to;
+  return true;
+}
+
 void QueuedDecoder::sample() {
   Step& step = steps_.back();
-  if (!step.batch.rows.empty() && !runner_.sample(step.batch)) return;
+  if (step.runs() && !runner_.sample(step.batch)) return;
   if (has_drafts(step.batch)) return;
   slots_.foretell(step.batch);
   step.foretold = true;
@@ -67,7 +84,7 @@ StepOutput QueuedDecoder::finish() {
   const Step step = std::move(steps_.front());
   steps_.pop_front();
   StepOutput output;
-  if (!step.batch.rows.empty()) {
+  if (step.runs()) {
     RunOutput result = runner_.finish(step.batch);
     output = output_of(step.batch, result, slots_.accept(step.batch, result.samples, step.foretold));
   }

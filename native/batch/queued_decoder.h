@@ -1,6 +1,7 @@
 // Runs step plans on an asynchronous device: queues a step while the previous one is computed.
 #pragma once
 #include <deque>
+#include <stdexcept>
 #include <string>
 
 #include "batch/decoder.h"
@@ -15,6 +16,11 @@ class QueuedRunner {
   // Queues a batch's copies of states, then its rows. Nothing else is called for a batch without rows. A row has the id
   // sampled_after(i) if the previous step samples its id from output i.
   virtual void begin(const Batch& batch, bool want_logits) = 0;
+  // In place of begin(): queues a part of the program for a batch; see Runner::run_part() and positions().
+  virtual void begin_part(const Batch&, int /*from*/, int /*to*/) {
+    throw std::invalid_argument("this backend does not run a step's ops in parts");
+  }
+  virtual int positions() const { return 0; }
   // Queues sampling. Returns false if the host samples some rows; then the next step's rows may not refer to those.
   virtual bool sample(const Batch& batch) = 0;
   // Returns whether finish() would return without waiting.
@@ -48,7 +54,7 @@ class QueuedDecoder {
   // The parts of a step, as in StepModel.
   bool begin(const std::string& plan, bool want_logits = false);
   void sample();
-  bool done() const { return steps_.empty() || steps_.front().batch.rows.empty() || runner_.done(); }
+  bool done() const { return steps_.empty() || !steps_.front().runs() || runner_.done(); }
   StepOutput finish();
   // Sets whether an adapter is loaded. Rows may use loaded adapters only.
   void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
@@ -58,13 +64,21 @@ class QueuedDecoder {
     Batch batch;
     bool copies = false;    // whether the plan copies spans
     bool foretold = false;  // whether histories hold sampled_after() in place of the step's tokens
+    bool part = false;      // of a step that runs in parts; only the last one has the batch
+
+    bool runs() const { return part || !batch.rows.empty(); }
   };
+
+  bool begin_part(Plan& plan);
 
   QueuedRunner& runner_;
   SpanStore* store_;
   Slots slots_;
   const std::unique_ptr<Drafter> drafter_;
   std::deque<Step> steps_;  // begun steps, at most two; the second one has not sampled yet
+  // Of a step that runs in parts: its batch, and where the next one begins; 0: none is under way.
+  Batch batch_;
+  int next_part_ = 0;
 };
 
 }  // namespace as

@@ -300,7 +300,7 @@ void Slots::place_given() {
     for (const Item& item : batch_.items)
       if (item.slot == given.slot)
         for (int i = 0; i < given.rows; i++)
-          batch_.given[item.row + given.position - item.start + i] = given.values.data() + (size_t)i * given.width;
+          batch_.given[item.row + given.position - item.start + i] = given.values + (size_t)i * given.width;
 }
 
 void Slots::foretell(const Batch& batch) {
