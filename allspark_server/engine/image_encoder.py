@@ -100,7 +100,7 @@ class ImageEncoder:
         self.failure: str | None = None
         self._model, self.vision, self._rows, self._most = model, tower.vision, tower.rows, most_bytes
         self.row_end = tower.row_end
-        self.most_tokens, self._pace = tower.tokens, Pace(tower.costs)
+        self.most_tokens, self._pace = tower.tokens, Pace(tower.costs, tower.rate)
         self._wake = wake
         self._lock = threading.Lock()       # of the next three
         self._kept: OrderedDict[tuple[str, bytes], np.ndarray] = OrderedDict()

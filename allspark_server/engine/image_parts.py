@@ -13,19 +13,19 @@ from ..runtime.tower import KINDS, OpCost
 
 #: seconds that a part of a step takes at most, about
 PART_SECONDS = 0.05
-#: operations a second that are assumed before the first image: it is cut into small parts
-_FIRST_RATE = 2e10
 _LEAST = OP_POSITIONS // 2048   # positions that a part has, so that steps end
 _SLIVER = 0.1   # of a part: the beginning or the end of an op that is not worth a part
 
 
 class Pace:
-    """What ops of a tower cost, and how many operations a second each kind of them reaches."""
+    """What ops of a tower cost, and how many operations a second each kind of them reaches. `rate`: what is assumed of
+    them before the first image.
+    """
 
-    def __init__(self, costs: Sequence[OpCost]):
+    def __init__(self, costs: Sequence[OpCost], rate: float = 2e10):
         self._costs = np.array([(cost.row, cost.output, cost.pair) for cost in costs]).reshape(-1, 3)
         self._kinds = np.array([KINDS.index(cost.kind) for cost in costs], np.intp)
-        self._rates = np.full(len(KINDS), _FIRST_RATE)
+        self._rates = np.full(len(KINDS), rate)
 
     @property
     def end(self) -> int:

@@ -298,16 +298,6 @@ class Graph:
             other.ops.append(op)
         return other
 
-    def without_images(self) -> Graph:
-        """The same model for devices that take no images: rotary positions are numbers, as they are in texts."""
-        left_out = {"rotary_table": {"temporal", "height", "width", "interleaved_sections"},
-                    "span_attention": {"images"}, "embedding": {"given_id"}}
-        other = copy.copy(self)
-        other.ops = [replace(op, attrs={name: value for name, value in op.attrs.items()
-                                        if name not in left_out.get(op.type, ())})
-                     for op in self.ops if op.type != "add_given"]
-        return other
-
     def with_kept_hidden(self) -> Graph:
         """The same model, which keeps the normed hidden states of all rows for a draft head."""
         other = copy.copy(self)

@@ -47,7 +47,8 @@ class Device:
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
     full length needs it. latent_caches: the types of a cache for latent attention. missing_ops: ops that it lacks, in
     words for users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which
-    a host cache takes a part.
+    a host cache takes a part. for_images: the native library's arguments for a model that takes images. tower_rate:
+    operations a second of a vision tower, before one was measured: a guess that is too low rather than too high.
     """
 
     isa: str
@@ -60,8 +61,9 @@ class Device:
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
     missing_ops: ClassVar[dict[str, str]] = {}
     classifies = True
-    sees = True             # takes images
     host_memory = True
+    for_images: ClassVar[dict[str, Any]] = {}
+    tower_rate = 2e10
     _library: Any  # the native library for the device
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
@@ -106,14 +108,14 @@ class Device:
         """
 
     def allocate(self, executor: Any, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int,
-                 drafts: Sequence[Any], masks: int, adapters: dict[str, Any]) -> None:
+                 drafts: Sequence[Any], masks: int, more: dict[str, Any]) -> None:
         """Has an executor compile its program and allocate its memory.
 
         sizes: sequences, their maximum length, tokens of a span, spans. drafts: the executor of the draft model, or
-        those of the draft head's layers; none without either. adapters: the native library's arguments for LoRA
-        adapters; {} for none.
+        those of the draft head's layers; none without either. more: the native library's arguments for LoRA
+        adapters and images.
         """
-        executor.allocate(rows, *sizes, cache_dtype, outputs, drafts=list(drafts), masks=masks, **adapters)
+        executor.allocate(rows, *sizes, cache_dtype, outputs, drafts=list(drafts), masks=masks, **more)
 
     def warm_up(self, executor: Any, count: int) -> tuple[int, int]:
         """Has an allocated executor run up to `count` of the steps that prepare it for requests, between steps; all
@@ -129,8 +131,8 @@ class Device:
         """Bytes of `experts` matrices with `rows` rows of these columns."""
         return self._library.matrix_bytes(rows, part.inputs, experts=experts, **part.native())
 
-    def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
-        """Bytes of a span for one layer and KV head."""
+    def span_bytes(self, span_size: int, head_dim: int, dtype: str, whole: bool = False) -> int:
+        """Bytes of a span for one layer and KV head. whole: of a network whose rows attend in both directions."""
         return self._library.span_bytes(span_size, head_dim, dtype)
 
     def latent_span_bytes(self, span_size: int, op: Op, dtype: str) -> int:
@@ -256,8 +258,12 @@ class Gpu(Device):
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
     missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions",
-                                             "pool_rows": "attention in both directions"}
-    classifies = sees = False
+                                             "pool_rows": "attention in both directions",
+                                             "position_embedding": "a table of positions",
+                                             "clamp": "limits of values"}
+    classifies = False
+    for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
+    tower_rate = 2e13
     cache_share = largest_cache_share = 0.95
     host_memory = False
 
@@ -305,6 +311,10 @@ class Gpu(Device):
             return "factors from the checkpoint"
         return super().missing(graph)
 
+    def span_bytes(self, span_size: int, head_dim: int, dtype: str, whole: bool = False) -> int:
+        """See `Device.span_bytes`."""
+        return self._library.span_bytes(span_size, head_dim, dtype, whole=whole)
+
     def form_of(self, form: WeightFormat, experts: bool, firsts: Sequence[int]) -> WeightFormat:
         """See `Device.form_of`."""
         return gpu_form(form, experts, self._capability, firsts)
@@ -350,9 +360,9 @@ class Gpu(Device):
             executor.connect([bytes.fromhex(address) for address in addresses])
 
     def allocate(self, executor: Any, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int,
-                 drafts: Sequence[Any], masks: int, adapters: dict[str, Any]) -> None:
+                 drafts: Sequence[Any], masks: int, more: dict[str, Any]) -> None:
         """See `Device.allocate`."""
-        super().allocate(executor, rows, sizes, cache_dtype, outputs, drafts, masks, adapters)
+        super().allocate(executor, rows, sizes, cache_dtype, outputs, drafts, masks, more)
         for row in executor.kernels():
             logger.debug("kernel of %(op)s, %(shape)s, rows %(first)s to %(last)s: %(kernel)s", row)
 
@@ -367,17 +377,18 @@ class Gpu(Device):
     def activation_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """See `Device.activation_bytes`."""
         config, net = model.config, model.graph.config
-        split = self._split_bytes(model)
+        split = 0 if model.graph.whole_texts else self._split_bytes(model)
         partials = split * self._library.most_kv_splits(config.engine_max_batch, config.engine_max_length, split)
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
         dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED
-        shared = self._library.exchange_bytes(
-            model.world, rows, net.hidden_size, dtype, outputs, net.vocab_size, self._by_host
-        ) if model.world > 1 else 0
+        shared = max((self._library.exchange_bytes(
+            model.world, rows_of(model.graph, row_set, rows, outputs), width, dtype, outputs, net.vocab_size,
+            self._by_host) for row_set, width in summed_rows(model.graph)), default=0) if model.world > 1 else 0
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
                 + kept_bytes(model, rows)
+                + 4 * rows * given_width(model)
                 + model.span_bytes(self)  # a span of zeros stands for positions that windows have left behind
                 + self._widened_bytes(model, rows, outputs) + self._delta_bytes(model, rows))
 
@@ -421,6 +432,23 @@ def delta_heads(graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int, 
     key_dim, value_dim = (int(op.attrs[name])
                           for name in (("state_dim", "head_dim") if state_space else ("key_dim", "value_dim")))
     return keys // key_dim, first if state_space else last, key_dim, value_dim
+
+
+def summed_rows(graph: Graph) -> set[tuple[str, int]]:
+    """The row sets and widths of tensors that ranks sum."""
+    tensors = [graph.tensors[op.inputs[0]] for op in graph.ops if op.type == "all_reduce"]
+    return {(tensor.rows, tensor.width_of(0, 1)) for tensor in tensors}
+
+
+def given_width(model: RankModel) -> int:
+    """The width of the rows that plans may give a model; 0: they give none."""
+    graph, widths = model.graph, [0]
+    for op in graph.ops:
+        if op.type == "given_rows" or (op.type == "embedding" and graph.config.tower is not None):
+            widths.append(graph.tensors[op.outputs[0]].width_of(0, 1))
+        elif op.type == "add_given":
+            widths.append(int(op.attrs.get("offset", 0)) + graph.tensors[op.inputs[0]].width_of(0, 1))
+    return max(widths)
 
 
 def kept_bytes(model: RankModel, rows: int) -> int:

@@ -62,8 +62,6 @@ class RankModel:
         self.draft_layers = int(has_eagle)
         if has_mtp:  # without a head, opening its first layer says so
             self.draft_layers = max(1, min(len(find_layers(self.opened)), native_library().MOST_DRAFT_LAYERS))
-        if not device.sees:
-            self.graph = self.graph.without_images()
         if whole_histories:
             self.graph = self.graph.with_whole_histories()
         #: the layers that adapters may change, by their numbers in the graph's ops
@@ -184,7 +182,8 @@ class RankModel:
             if len(blocks) > 1:  # not queries that read another layer's keys
                 dim, width = int(op.attrs["head_dim"]), blocks[1].width_of(rank, self.world)
                 place = int(op.attrs.get("cache_group", 0)), int(op.attrs["layer"])
-                layers[place] = width // dim * device.span_bytes(self.config.cache_span_size, dim, self.cache_dtype)
+                layers[place] = width // dim * device.span_bytes(self.config.cache_span_size, dim, self.cache_dtype,
+                                                                 self.graph.whole_texts)
         groups = Counter[int]()
         for (group, _), size in layers.items():
             groups[group] += size

@@ -120,7 +120,10 @@ class ModelRunner:
             self._drafts = [RankModel(config, "", "", self.rank, self.world, device, of=model, layer=layer)
                             for layer in range(model.draft_layers)]
         models += self._drafts
-        if model.opened.tower is not None and device.sees:
+        if model.opened.tower is not None and (missing := device.missing(model.opened.tower.graph)):
+            logger.warning("model %s: its vision tower has %s, which compute_unit=%r does not have: images are refused",
+                           config.model_name, missing, config.compute_unit)
+        elif model.opened.tower is not None:
             self.tower = TowerRunner(config, model.opened.tower, self.rank, self.world, device,
                                      bool(model.graph.config.rope.sections))
             self._check_images()
@@ -132,7 +135,9 @@ class ModelRunner:
         fixed += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
         fixed += config.engine_max_batch * sum(model.state_bytes(device))
         if self.tower is not None:
-            fixed += self.tower.memory + (0 if self.rank else config.image_cache_memory)
+            fixed += self.tower.memory
+            if device.host_memory and not self.rank:
+                fixed += config.image_cache_memory
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self._state_spans = model.state_spans(device)
         self.host_spans = self._count_host_spans()
@@ -147,7 +152,7 @@ class ModelRunner:
         self.digest = model.digest
         if self.tower is not None:
             with memory_errors(f"loading the vision tower of model {config.model_name!r}"):
-                self.tower.load(device.draft_executor(self._executor, True))
+                of_tower = self.tower.load(device.draft_executor(self._executor, True))
             self.digest += f" {self.tower.digest}"
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, *step)
@@ -158,6 +163,8 @@ class ModelRunner:
             if draft.world > 1:
                 with memory_errors(f"allocating the exchange buffers of {self._draft_name}"):
                     self.address += " " + device.share(executor, *self._draft_step())
+        if self.tower is not None:
+            self.address += f" {of_tower}"
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
                     mib(self._executor.weight_bytes()), self.config.model_name, model.weight_dtype,
                     time.perf_counter() - began)
@@ -181,6 +188,8 @@ class ModelRunner:
                                        if draft.world > 1)]
         for i, executor in enumerate(executors):  # an address for each
             self._device.connect(executor, [address.split(" ")[i] for address in addresses])
+        if self.tower is not None:
+            self.tower.connect([address.split(" ")[-1] for address in addresses])
 
     def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None) -> ModelInfo:
         """Allocates KV cache and activations, after which the model can run steps. With several ranks, connect() comes
@@ -198,10 +207,12 @@ class ModelRunner:
             for draft, executor in zip(self._drafts, self._draft_executors):
                 draft_rows, draft_outputs = self._draft_step()
                 executor.allocate(draft_rows, *sizes, draft.cache_dtype, draft_outputs)
-            adapters = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
-                        "adapter_dtype": model.adapter_dtype} if model.targets else {}
+            more = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
+                    "adapter_dtype": model.adapter_dtype} if model.targets else {}
+            if self.tower is not None:
+                more |= self._device.for_images
             self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executors,
-                                  DEPTH * outputs, adapters)
+                                  DEPTH * outputs, more)
         if self.tower is not None:
             with memory_errors(f"allocating the memory of the vision tower of model {config.model_name!r}"):
                 self.tower.allocate()
@@ -241,7 +252,12 @@ class ModelRunner:
         Between steps, on all ranks together, after allocate_cache(). Returns how many of them have run, of how many.
         """
         with memory_errors(f"warming up model {self.config.model_name!r}"):
-            return self._device.warm_up(self._executor, count)
+            done, total = self._device.warm_up(self._executor, 0)
+            if self.tower is None or done < total:
+                done, total = self._device.warm_up(self._executor, count)
+                count = 0
+            further, more = self.tower.warm_up(count) if self.tower is not None else (0, 0)
+            return done + further, total + more
 
     def load_adapter(self, index: int, directory: str) -> str:
         """Loads a LoRA adapter while steps run that do not use this index.
@@ -300,6 +316,8 @@ class ModelRunner:
                                 f"{mib(size)} of the host's memory for its weights, {mib(available)} are available")
         with memory_errors(f"{verb}_device_mem of model {name!r}"):
             (self._executor.load if loaded else self._executor.unload)()
+            if self.tower is not None:
+                self.tower.move_memory(loaded)
         logger.info("rank %d of %d %sed the device memory of model %r in %.2f s", self.rank, self.world, verb, name,
                     time.perf_counter() - began)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
+from allspark_server.runtime.device import gpu_of
 from allspark_server.runtime.profile import OpProfile, Profiler
 from allspark_server.runtime.rank_model import RankModel
 from allspark_server.weights.asgraph import to_float32
@@ -66,10 +68,9 @@ class TowerRunner:
 
     `rows`: the most patches of a step, which may be one view's; `tokens`: the most outputs. `vision`: the tower's
     description. `row_end`: the embedding row that ends a row of an image, float32 [width]; None if there is none.
-    `rotary_parts`: whether its model turns rows by time, height and width of their positions.
+    `rotary_parts`: whether its model turns rows by time, height and width of their positions. `gpu`: the index of the GPU
+    that computes; None if CPUs compute. `rate`: operations a second that are assumed before the first image.
     """
-
-    gpu: int | None = None  # only CPUs compute towers
 
     def __init__(self, config: AsModelConfig, opened: OpenedModel, rank: int, world: int, device: Device,
                  rotary_parts: bool):
@@ -81,6 +82,12 @@ class TowerRunner:
         self.tokens = vision.tokens or min(most, config.engine_max_length, vision.most or most)
         self.rows = self.tokens * vision.merge
         self.row_end = _row_end(opened)
+        self.gpu = gpu_of(config, rank, world) if config.on_gpus else None
+        self.rate = device.tower_rate
+        if self.rows > device.most_rows:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"max_image_tokens={self.tokens} of model {config.model_name!r}: an image may have "
+                                f"{device.most_rows // vision.merge} tokens with compute_unit={config.compute_unit!r}")
         own = copy.copy(config)
         own.weight_dtype, own.weight_group_size = config.vision_weight_dtype, 0
         own.speculation, own.cache_mode, own.lora_max_num = "off", AsCacheMode.AsCacheDefault, 0
@@ -116,10 +123,18 @@ class TowerRunner:
         graph, alone = self._model.graph, {entry["index"] for entry in self._executor.profile()}
         return [_cost(graph, op, number in alone) for number, op in enumerate(graph.ops)]
 
-    def load(self, executor: Any, progress: Progress | None = None) -> None:
-        """Loads weights and ops into an executor that shares the model's threads."""
+    def load(self, executor: Any, progress: Progress | None = None) -> str:
+        """Loads weights and ops into an executor that shares the model's threads. Returns the address of this rank's
+        device for the tower on other ranks.
+        """
         self._executor = executor
+        self._device.check(self._model.config, set(self._model.formats.values()), self._model.cache_dtype)
         self._model.load(executor, progress)
+        return self._device.share(executor, self.rows, self.tokens)
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Connects this rank's device to those of other ranks. `addresses`: of load(), by rank."""
+        self._device.connect(self._executor, addresses)
 
     def allocate(self) -> None:
         """Allocates activations and the cache of a step."""
@@ -133,6 +148,14 @@ class TowerRunner:
         assert self._profiler is not None
         ops = self._profiler.read(self._model.graph, self._model.formats)
         return [dataclasses.replace(op, op=f"tower:{op.op}") for op in ops]
+
+    def warm_up(self, count: int) -> tuple[int, int]:
+        """See `ModelRunner.warm_up`."""
+        return self._device.warm_up(self._executor, count)
+
+    def move_memory(self, loaded: bool) -> None:
+        """See `ModelRunner.move_memory`."""
+        (self._executor.load if loaded else self._executor.unload)()
 
     def step(self, plan: bytes) -> Any:
         """Runs one step plan without the GIL. Returns the native StepResult."""

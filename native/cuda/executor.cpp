@@ -53,9 +53,9 @@ std::string CudaExecutor::share(int max_rows, int max_outputs, double seconds, b
   if (!communicator_) return "";
   const bool samples = !program_.ops().empty() && program_.ops().back().is(Op::sample);
   exchange_ = std::make_unique<Exchange>(
-      device_, communicator_->rank(), communicator_->size(), largest_partial(program_, weights_, max_rows),
-      largest_partial(program_, weights_, std::min(max_rows, kPushedRows)), max_outputs,
-      samples ? program_.ops().back().integer("vocab_size") : 0, seconds, by_host || !may_reach_peers());
+      device_, communicator_->rank(), communicator_->size(), largest_partial(program_, weights_, max_rows, max_outputs),
+      largest_partial(program_, weights_, std::min(max_rows, kPushedRows), std::min(max_outputs, kPushedRows)),
+      max_outputs, samples ? program_.ops().back().integer("vocab_size") : 0, seconds, by_host || !may_reach_peers());
   shared_rows_ = max_rows, shared_outputs_ = max_outputs;
   return exchange_->address();
 }
@@ -89,6 +89,9 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
   Limits own = limits;
   own.draft_layers = std::max((int)drafts_.size(), 1);
+  const bool takes_rows = std::any_of(program_.ops().begin(), program_.ops().end(),
+                                      [](const OpNode& op) { return op.is(Op::given_rows) || op.is(Op::add_given); });
+  own.given = limits.given || takes_rows ? given_width() : 0;
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, own, *sampler_, masks_.get(),
                                          ranks ? &*ranks : nullptr, adapters_.get());
   slot_limits_ = SlotLimits{};
@@ -99,6 +102,9 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   slot_limits_.hidden_states = runner_->hidden_states();
   slot_limits_.adapters.assign(adapters.count, 0);
   slot_limits_.state_spans = runner_->state_spans();
+  slot_limits_.whole = needs_whole_sequences(), slot_limits_.merged = merged_rows();
+  slot_limits_.given_width = runner_->needs().given, slot_limits_.rotary_parts = runner_->needs().places;
+  slot_limits_.images = sees_images_whole();
   draft_runners_.clear();
   for (const auto& draft : drafts_)
     draft->runner_->share_hidden(*runner_), draft_runners_.emplace_back(*draft->runner_);

@@ -402,8 +402,13 @@ PYBIND11_MODULE(_cuda, m) {
       "Bytes that a gated_delta or ssd op takes for steps of so many rows.");
   m.def("padded_rows", padded_rows, py::arg("rows"), py::arg("most"),
         "The rows that a decode step of `rows` rows is padded to, if no step has more than `most`.");
-  m.def("span_bytes",
-        [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_type_of(dtype)); });
+  m.def(
+      "span_bytes",
+      [](int size, int dim, const std::string& dtype, bool whole) {
+        return span_bytes(size, dim, cache_type_of(dtype), whole);
+      },
+      py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"), py::arg("whole") = false,
+      "As the CPU backend's. whole: of a program with attention in both directions.");
   m.def(
       "latent_span_bytes",
       [](int size, int latent_dim, int rope_dim, const std::string& dtype) {
@@ -511,17 +516,28 @@ PYBIND11_MODULE(_cuda, m) {
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
              const std::string& adapter_dtype, std::vector<std::shared_ptr<CudaExecutor>> drafts, size_t partial_bytes,
-             const std::string& short_chunks) {
+             const std::string& short_chunks, bool given_rows) {
             py::gil_scoped_release release;
-            e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_type_of(dtype), dtype16_of(dtype), graphs, partial_bytes, short_chunks_of(short_chunks)},
-                       masks, {adapters, adapter_rank, is_dtype16(adapter_dtype), dtype16_of(adapter_dtype)},
+            Limits limits{max_rows,
+                          max_outputs ? max_outputs : max_slots,
+                          max_slots,
+                          max_length,
+                          span_size,
+                          num_spans,
+                          cache_type_of(dtype),
+                          dtype16_of(dtype),
+                          graphs,
+                          partial_bytes,
+                          short_chunks_of(short_chunks)};
+            limits.given = given_rows;
+            e.allocate(limits, masks, {adapters, adapter_rank, is_dtype16(adapter_dtype), dtype16_of(adapter_dtype)},
                        std::move(drafts));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
           py::arg("drafts") = py::list(), py::arg("partial_bytes") = kPartialBytes, py::arg("short_chunks") = "fastest",
+          py::arg("given_rows") = false,
           "Compiles the program; then steps can run. graphs: replay decode steps as CUDA graphs; the bits "
           "are the same. adapters, adapter_rank, adapter_dtype: number, largest rank and type of adapters, "
           "if the program has ops for them. drafts: the executor of a draft model, or those of a draft head's "
@@ -530,7 +546,7 @@ PYBIND11_MODULE(_cuda, m) {
           "short_chunks: "
           "'fastest', or, for tests and benchmarks, the kernel that attends for chunks of a few dozen rows: 'decode' "
           "or "
-          "'prefill'.")
+          "'prefill'. given_rows: plans may give rows in place of embeddings, as they do for images.")
       .def("warm_up", &CudaExecutor::warm_up, py::arg("count"), py::call_guard<py::gil_scoped_release>(),
            "Between steps: runs up to `count` more of the steps that load all kernels and record the graphs of all "
            "sizes. Returns how many of them have run, of how many. Ranks call it together.")

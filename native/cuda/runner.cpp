@@ -36,14 +36,15 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   if (!workspace_.state_pages.empty()) states_.emplace(device, workspace_);
   compile(false);
   if (adapters && adapters->targets()) compile(true);
-  const OpNode& sample = program.ops().back();
-  const int width = logits().rows.width;
   const size_t outputs = limits.max_outputs;
-  host_argmax_ = Memory(workspace_.argmax.size(), "argmaxes", Memory::Where::host);
-  host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
   if (hidden_ >= 0)
     host_hidden_ =
         Memory(outputs * workspace_.tensors[hidden_].rows.width * sizeof(float), "hidden states", Memory::Where::host);
+  if (!workspace_.samples()) return;
+  const OpNode& sample = program.ops().back();
+  const int width = logits().rows.width;
+  host_argmax_ = Memory(workspace_.argmax.size(), "argmaxes", Memory::Where::host);
+  host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
   const auto dealt = rank_samples(ranks, workspace_, sample, width);
   device_sampler_.emplace(device_, logits().values(), workspace_.argmax.as<Argmax>(), width, (int)outputs, masks,
                           dealt ? &*dealt : nullptr);
@@ -69,8 +70,17 @@ void CudaRunner::compile(bool adapted) {
     parts.clear();
   }
   hidden_ = b.hidden_tensor;
+  std::vector<int> orders;
+  for (const OpTime& each : times) {  // several launches of an op follow the one that names it
+    int order = orders.empty() ? 0 : orders.back();
+    for (int part : each.op.parts) order = part;
+    for (Op kind : {Op::linear, Op::all_reduce})
+      for (int part : each.op.parts)
+        if (program_.ops()[part].is(kind)) order = part;
+    orders.push_back(order);
+  }
   times_.set(adapted, std::move(times));
-  forms_[adapted] = {std::move(b.launches), b.heads_from};
+  forms_[adapted] = {std::move(b.launches), b.heads_from, std::move(orders)};
 }
 
 OpTime CudaRunner::timed(const std::vector<int>& ops, size_t launches) const {
@@ -94,12 +104,27 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   const bool heads = !forms_[0].heads_from || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
-  const int padded =
-      limits_.graphs && heads && pads(batch) ? padded_rows((int)batch.rows.size(), limits_.most_padded_rows()) : 0;
+  const int padded = limits_.graphs && heads && workspace_.samples() && pads(batch)
+                         ? padded_rows((int)batch.rows.size(), limits_.most_padded_rows())
+                         : 0;
   const Size size = workspace_.data->copy(batch, padded, states_ ? &states_->positions() : nullptr, device_);
-  begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
-  if (padded && !size.prefill_tiles && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
+  begun_ = {heads && workspace_.samples() && !batch.outputs.empty(), want_logits, profiling_ && times_.due(),
+            size.adapted, 1 - begun_.turn};
+  if (padded && !size.prefill_tiles && !size.given && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
   else launch(size, heads, begun_.timed);
+}
+
+// A launch belongs to the part in which its op begins. Sums over ranks are in the same part on all of them.
+void CudaRunner::begin_part(const Batch& batch, int from, int to) {
+  device_.use();
+  if (workspace_.samples() || batch.rows.empty())
+    throw std::invalid_argument("step plan: steps that sample, or have no rows, do not run in parts");
+  if (!from) part_size_ = workspace_.data->copy(batch, 0, nullptr, device_);
+  begun_ = {};
+  const Form& form = forms_[0];
+  for (size_t i = 0; i < form.launches.size(); i++)
+    if (const int position = form.orders[i] * kOpPositions; from <= position && position < to)
+      form.launches[i](part_size_);
 }
 
 bool CudaRunner::sample(const Batch& batch) {

@@ -30,6 +30,8 @@ class CudaRunner : public QueuedRunner {
   ~CudaRunner() override;
 
   void begin(const Batch& batch, bool want_logits) override;
+  void begin_part(const Batch& batch, int from, int to) override;
+  int positions() const override { return (int)program_.ops().size() * kOpPositions; }
   bool sample(const Batch& batch) override;
   bool done() const override;
   RunOutput finish(const Batch& batch) override;
@@ -43,6 +45,8 @@ class CudaRunner : public QueuedRunner {
   // waits for that; their rows are stored nowhere. Returns how many of them have run, of how many. Between steps; with
   // several ranks all of them call it at once, with the same count.
   std::pair<int, int> warm_up(int count);
+  // What its rows need; which rows and places plans may give depends on it.
+  const RowNeeds& needs() const { return workspace_.needs; }
   // Throws std::out_of_range for a row set that is not of experts.
   const Routing& routing(int row_set) const { return workspace_.expert_rows.at(row_set).routing; }
   std::vector<KernelTable::Row> kernels() const { return workspace_.kernels.rows(); }
@@ -61,11 +65,12 @@ class CudaRunner : public QueuedRunner {
   struct Form {
     std::vector<Launch> launches;
     size_t heads_from = 0;
+    std::vector<int> orders;  // of each launch: the op by whose position it belongs to a part of a step
   };
 
   void compile(bool adapted);
   OpTime timed(const std::vector<int>& ops, size_t launches) const;
-  const Tensor& logits() const { return workspace_.tensors[program_.ops().back().inputs[0]]; }
+  const Tensor& logits() const { return workspace_.tensors[program_.ops().back().inputs[0]]; }  // if it samples
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads, bool timed = false);
   void add_times(const Batch& batch);
@@ -95,6 +100,7 @@ class CudaRunner : public QueuedRunner {
     int turn = 0;  // turn of times_
   };
   Step begun_{}, sampling_{};
+  Size part_size_;                 // of the step that runs in parts
   cudaEvent_t sampled_ = nullptr;  // recorded when a step's samples have been copied
   OpTimes times_;
   bool profiling_ = false;

@@ -15,15 +15,29 @@ namespace {
 
 constexpr size_t kAlign = 1024;  // bytes: alignment of tensors
 
-bool has_op(const Program& program, Op kind) {
-  return std::any_of(program.ops().begin(), program.ops().end(), [&](const OpNode& op) { return op.is(kind); });
-}
-
 bool is_gemm(const OpNode& op) { return op.is(Op::linear) || op.is(Op::expert_linear); }
 
 }  // namespace
 
 void refuse(const std::string& feature) { throw std::invalid_argument("the CUDA backend has no " + feature); }
+
+static RowNeeds needs_of(const Program& program, const Limits& limits) {
+  RowNeeds needs;
+  needs.given = limits.given;
+  for (const OpNode& op : program.ops()) {
+    if (op.is(Op::rotary_table))
+      needs.places |= op.integer("temporal") + op.integer("height") + op.integer("width") > 0;
+    if (op.is(Op::grid_embedding)) needs.places = true;
+    if (op.is(Op::keep_hidden)) needs.keeps = true;
+    if (op.is(Op::kept_hidden)) needs.takes = true;
+    if (op.is(Op::causal_conv) || op.is(Op::gated_delta) || op.is(Op::ssd)) needs.states = true;
+    if (!op.is(Op::span_attention)) continue;
+    needs.whole |= op.flag("bidirectional"), needs.segments |= op.flag("segments"), needs.images |= op.flag("images");
+  }
+  if (needs.whole && needs.images) refuse("op span_attention of images beside one in both directions");
+  needs.places |= needs.whole;
+  return needs;
+}
 
 // The cache of an op with attention, without memory. Throws std::invalid_argument for sizes that no kernel supports.
 static LayerCache cache_of(const Program& program, const OpNode& op, const Limits& limits) {
@@ -34,6 +48,10 @@ static LayerCache cache_of(const Program& program, const OpNode& op, const Limit
   layer.kv_heads = latent ? LatentHeads(latent_heads(program, op)).tiles : op.integer("kv_heads");
   const int row = layer.head_dim + layer.rope_dim, most = latent ? kLargestRow : kLargestHead;
   layer.padded_dim = (row + 7) / 8 * 8;
+  if (!latent && op.flag("bidirectional") && layer.type == CacheType::dtype16) {
+    layer.padded_dim = padded_head(row);
+    layer.padded = row > 32 && layer.padded_dim != row;
+  }
   if (row > most)
     refuse((latent ? "latents with rotated keys, together of " : "heads of ") + std::to_string(row) +
            " features, at most " + std::to_string(most));
@@ -45,8 +63,9 @@ int latent_heads(const Program& program, const OpNode& op) {
   return program.tensors()[op.outputs[0]].width / op.integer("latent_dim");
 }
 
-size_t span_bytes(int span_size, int head_dim, CacheType type) {
-  LayerCache one{nullptr, type, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
+size_t span_bytes(int span_size, int head_dim, CacheType type, bool whole) {
+  const bool pads = whole && type == CacheType::dtype16;
+  LayerCache one{nullptr, type, span_size, 1, head_dim, pads ? padded_head(head_dim) : (head_dim + 7) / 8 * 8};
   return one.span_bytes();
 }
 
@@ -89,6 +108,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       limits(limits),
       adapters(adapters),
       dtype(weights.dtype()),
+      needs(needs_of(program, limits)),
       max_splits((limits.max_length + kKvSplitTokens - 1) / kKvSplitTokens),
       kernels(device.chip(dtype)) {
   check_limits();
@@ -99,12 +119,11 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   allocate_scratch();
   allocate_cache();
   allocate_states();
-  const bool keeps = has_op(program, Op::keep_hidden), takes = has_op(program, Op::kept_hidden);
-  if (keeps && !takes) allocate_hidden();
+  if (needs.keeps && !needs.takes) allocate_hidden();
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size,
                TileLimits{group, kv_heads, device.sm_count(), max_kv_splits_, limits.short_chunks}, program.windows(),
-               limits.num_spans, !state_pages.empty(), keeps, takes);
+               limits.num_spans, needs);
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
 }
@@ -119,8 +138,9 @@ void Workspace::check_limits() const {
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(l.span_size));
   if ((int64_t)l.num_spans * l.span_size > kLargestCount * 64ll)
     throw std::invalid_argument("a cache of " + std::to_string(l.num_spans) + " spans is too large");
-  if (program.ops().empty() || !program.ops().back().is(Op::sample))
-    throw std::invalid_argument("the op list must end with sample");
+  if (program.ops().empty() || !program.ops().back().is(needs.whole ? Op::hidden_states : Op::sample))
+    throw std::invalid_argument(
+        "the op list must end with sample or, with attention in both directions, hidden_states");
   for (const CacheGroup& group : program.cache_groups())
     if (group.kind != CacheKind::full && group.kind != CacheKind::sliding && group.kind != CacheKind::latent)
       refuse(std::string("cache group of kind ") + name_of(group.kind));
@@ -271,8 +291,10 @@ void Workspace::allocate_cache() {
     layer.data = next, next += layer.span_bytes() * spans;
     layers.push_back(layer);
   }
-  max_kv_splits_ = most_kv_splits(std::min(limits.max_rows, limits.max_slots), limits.max_length,
-                                  partial * sizeof(float), limits.partial_bytes);
+  if (needs.whole) partial = 0;  // all rows are in prefill tiles
+  max_kv_splits_ = needs.whole ? 0
+                               : most_kv_splits(std::min(limits.max_rows, limits.max_slots), limits.max_length,
+                                                partial * sizeof(float), limits.partial_bytes);
   partials = Memory(partial * max_kv_splits_ * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory((size_t)limits.max_rows * kv_heads * sizeof(int), "partial results of attention");
 }

@@ -26,6 +26,7 @@ struct Limits {
   size_t partial_bytes = kPartialBytes;  // most memory for attention's partial results
   ShortChunks short_chunks = ShortChunks::fastest;
   int draft_layers = 1;  // of the draft head, if there is one
+  int given = 0;         // not 0: plans may give rows; of a workspace, their width
 
   // Of a step that is padded: a row of each sequence, and drafts.
   int most_padded_rows() const { return std::min({max_rows, max_outputs, max_slots + kMostDrafts}); }
@@ -37,7 +38,8 @@ constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row
 [[noreturn]] void refuse(const std::string& feature);
 
 // Bytes of a span of the cache, for one layer and KV head.
-size_t span_bytes(int span_size, int head_dim, CacheType type);
+// whole: of a program with attention in both directions.
+size_t span_bytes(int span_size, int head_dim, CacheType type, bool whole = false);
 // Bytes of a span of a latent cache, for one layer.
 size_t latent_span_bytes(int span_size, int latent_dim, int rope_dim, CacheType type);
 
@@ -80,6 +82,7 @@ class Workspace {
   int rows_of(int row_set, int rows, int outputs) const;
   int rows_of(int row_set, const Size& size) const { return rows_of(row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
+  bool samples() const { return program.ops().back().is(Op::sample); }
   // Bytes of the whole cache except the span of zeros.
   size_t cache_bytes() const { return cache.size() / (limits.num_spans + 1) * limits.num_spans; }
 
@@ -93,7 +96,8 @@ class Workspace {
   const Weights& weights;
   const Limits limits;
   const Adapters* const adapters;
-  const DType16 dtype;          // of 16-bit weights and activations
+  const DType16 dtype;  // of 16-bit weights and activations
+  const RowNeeds needs;
   const int max_splits;         // KV splits of the longest possible sequence
   std::vector<Tensor> tensors;  // of the program
   std::vector<LayerCache> layers;

@@ -26,10 +26,9 @@ from allspark_server import HuggingFaceModel
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
 from support.driver import Driver
 from support.invariance import bits
-from support.units import GPUS
+from support.units import GPUS, UNIT
 from support.vision import CONFIGS, END, PAD, START, TOGETHER, VIDEO, Reference, checkpoint, film, picture, placed
 
-pytestmark = pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 slow = pytest.mark.slow
 NEW_TOKENS = 12
 ALWAYS = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "top_logprobs": 3}
@@ -59,11 +58,13 @@ OTHERS = [(text(3 + 23 * i, i + 1), []) for i in range(6)]
 
 @contextlib.contextmanager
 def installed(engine, model: str, **fields) -> Iterator[str]:
+    if GPUS and model.startswith(("gemma4", "llava")):
+        pytest.skip("GPUs do not have these towers")
     name = next(_names)
     _models[name] = model
     engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **{
         "num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 16,
-        "lora_max_num": 0, **fields}))
+        "lora_max_num": 0, **UNIT, **fields}))
     try:
         engine.start_model(name)
         yield name
@@ -154,6 +155,7 @@ def test_logits_and_greedy_output(request, engine_of, references, where, model):
             worst = max(abs(value - normed[first + i, token]) for i, row in enumerate(rows) for token, value in row)
             assert worst <= 2 * LOGIT_TOLERANCE * logits.std()
             assert len(tokens) == count
+            tokens = tokens[:(tokens + [PAD]).index(PAD)]   # which transformers takes for an image in an output, too
             chosen_from = reference.logits(ids + tokens[:-1], images)[len(ids) - 1:]
             for i, (row, found) in enumerate(zip(chosen_from, tokens)):
                 assert row.max() - row[found] <= NEAR_TIE * row.std(), f"token {i} of the output"
@@ -178,15 +180,18 @@ def test_in_a_crowd_in_chunks_and_beside_cached_prefixes(engine_of, where, model
 @pytest.mark.parametrize("where, model", BITWISE)
 def test_preempted(engine_of, where, model):
     engine = engine_of(where)
-    fields = {"engine_max_length": 768, "max_step_tokens": step(model, 64)}
+    # The context limits an image's tokens, which Pixtral does not merge: none is made smaller than in the first run.
+    length, count = (1600, 5) if model == "pixtral" else (768, 3)
+    fields = {"engine_max_length": length, "max_step_tokens": step(model, 64)}
     with installed(engine, model, **{**fields, "engine_max_batch": 1}) as name:
         info = engine.get_model_info(name)
     memory = (info.num_spans + 2) * (info.cache_bytes // info.num_spans)
     with installed(engine, model, cache_memory=memory, **fields) as name:
-        *_, grown = start(engine, name, (text(20), []), max_new_tokens=400, priority=1, n=3, do_sample=True, seed=1)
+        *_, grown = start(engine, name, (text(20), []), max_new_tokens=400, priority=1, n=count, do_sample=True,
+                           seed=1)
         assert run_together(engine, name) == first_run(engine, model)
         engine.sync_request(name)
-        assert engine.get_as_engine_stat(name).preempted_request > 0 and grown.GeneratedLength() == 3 * 400
+        assert engine.get_as_engine_stat(name).preempted_request > 0 and grown.GeneratedLength() == count * 400
 
 
 @pytest.mark.parametrize("model", ["qwen3-vl", *(pytest.param(name, marks=slow) for name in CONFIGS

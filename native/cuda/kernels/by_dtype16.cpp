@@ -41,6 +41,22 @@ void gather_columns(const Rows& in, const int* order, int rows, const Rows& out,
   AS_CALL(out.dtype, gather_columns, in, order, rows, out, queue);
 }
 
+void copy_given(const GivenRows& given, bool own, bool only, int rows, const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, copy_given, given, own, only, rows, out, queue);
+}
+void merge_rows(const float* in, int width, int count, Merge how, int rows, const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, merge_rows, in, width, count, how, rows, out, queue);
+}
+void layer_norm(const float* x, const LayerNorm& norm, int rows, const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, layer_norm, x, norm, rows, out, queue);
+}
+void activate(const float* x, Activation function, int rows, const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, activate, x, function, rows, out, queue);
+}
+void gelu_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, gelu_mul, in, rows, out, queue);
+}
+
 int prefill_clusters(DType16 dtype) { AS_CALL(dtype, prefill_clusters, dtype); }
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
   AS_CALL(p.w.dtype, gemm_dtype16, p, rows, queue, algo);

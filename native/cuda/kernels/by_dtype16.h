@@ -7,6 +7,7 @@
 #include "cuda/kernels/gemm/gemm_heads.h"
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/kernels/moe/moe.h"
+#include "cuda/kernels/norm/vision.h"
 
 namespace as::cuda {
 
@@ -21,6 +22,11 @@ namespace as::cuda {
   AS_OP(select_rows);           \
   AS_OP(to_tiles);              \
   AS_OP(gather_columns);        \
+  AS_OP(copy_given);            \
+  AS_OP(merge_rows);            \
+  AS_OP(layer_norm);            \
+  AS_OP(activate);              \
+  AS_OP(gelu_mul);              \
   AS_OP(prefill_clusters);      \
   AS_OP(gemm_dtype16);          \
   AS_OP(add_lora);              \

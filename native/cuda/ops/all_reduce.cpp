@@ -21,12 +21,13 @@ bool sums_in_dtype16(const std::vector<OpNode>& ops, const Weights& weights, siz
          !weights.matrix(maker->weights[0]).values;
 }
 
-size_t largest_partial(const Program& program, const Weights& weights, int max_rows) {
+size_t largest_partial(const Program& program, const Weights& weights, int max_rows, int max_outputs) {
   size_t most = 0;
   for (size_t i = 0; i < program.ops().size(); i++) {
     const OpNode& op = program.ops()[i];
     if (op.is(Op::all_reduce))
-      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_dtype16(program.ops(), weights, i)));
+      most = std::max(most, partial_bytes(program.in(op).rows == kOutputRows ? max_outputs : max_rows,
+                                          program.in(op).width, sums_in_dtype16(program.ops(), weights, i)));
   }
   return most;
 }

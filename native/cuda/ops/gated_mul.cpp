@@ -34,9 +34,17 @@ int bind_gelu_tanh_mul(Binding& b, size_t i) {
   return 0;
 }
 
+int bind_gelu_mul(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  b.add_launch(b.in(op).row_set,
+               [x = b.in(op), y = b.out(op), queue = b.queue](int rows) { gelu_mul(x.values(), rows, y.rows, queue); });
+  return 0;
+}
+
 const RegisterCudaOp kSiluMul(Op::silu_mul, bind_silu_mul, OutputForm::tiles),
     kClampedSiluMul(Op::clamped_silu_mul, bind_silu_mul, OutputForm::tiles),
-    kGeluTanhMul(Op::gelu_tanh_mul, bind_gelu_tanh_mul, OutputForm::tiles);
+    kGeluTanhMul(Op::gelu_tanh_mul, bind_gelu_tanh_mul, OutputForm::tiles),
+    kGeluMul(Op::gelu_mul, bind_gelu_mul, OutputForm::tiles);
 
 }  // namespace
 }  // namespace as::cuda

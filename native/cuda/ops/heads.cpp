@@ -51,9 +51,9 @@ int bind_rope(Binding& b, size_t i) {
 
 int bind_rotary_table(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
-  op.allow_only(
-      {"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth", "long_table"},
-      "the CUDA backend");
+  const Sections sections{op.integer("temporal"), op.integer("height"), op.integer("width"),
+                          op.flag("interleaved_sections")};
+  const bool has_places = b.workspace.needs.places;
   RotaryTable t;
   t.inverse = b.vector(op, 0), t.longer = op.flag("long_table") ? b.vector(op, 1) : nullptr;
   t.dim = op.integer("rotary_dim"), t.dynamic = op.flag("dynamic");
@@ -68,8 +68,11 @@ int bind_rotary_table(Binding& b, size_t i) {
     taken = same->second.cosine - memory;
   t.cosine = memory + taken, t.sine = t.cosine + rows * (t.dim / 2);
   tables[op.integer("table")] = t;
+  if (has_places && t.dynamic) refuse("op rotary_table with a base that grows, of rows with places");
   b.add_launch(kAllRows, [=, data = &*b.workspace.data, queue = b.queue](int rows) {
-    if (t.dim) rotary_table(t, data->positions(), data->prompts(), rows, queue);
+    if (!t.dim) return;
+    if (has_places) rotary_table(t, sections, data->places(), data->positions(), data->prompts(), rows, queue);
+    else rotary_table(t, data->positions(), data->prompts(), rows, queue);
   });
   return 0;
 }

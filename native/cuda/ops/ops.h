@@ -10,6 +10,7 @@
 #include "comm/communicator.h"
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/norm/norm.h"
+#include "cuda/kernels/norm/vision.h"
 #include "cuda/memory/exchange.h"
 #include "cuda/workspace.h"
 
@@ -74,6 +75,8 @@ struct Binding {
   // Work on heads that the next attention does: rotation, and before it the norms of queries and keys.
   std::optional<Rope> rope;
   std::optional<std::pair<HeadNorm, HeadNorm>> head_norms;
+  // By tensor: the activation of its values that the next linear computes as it converts them to 16 bits.
+  std::map<int, Activation> activations;
   bool deferred = false;  // the latest op left its work to a later one
   // By row set of experts: the tensor of weights that the router writes. `row`: what the kernels for a step of one row
   // need, if the router's layer has such kernels.

@@ -22,6 +22,18 @@ int bind_embedding(Binding& b, size_t i) {
   return 0;
 }
 
+// Rows that the plan gives replace those of the table.
+int bind_embedding_and_given(Binding& b, size_t i) {
+  bind_embedding(b, i);
+  if (!b.workspace.needs.given) return 0;
+  const Rows y = partial_of(b, i).value_or(b.out(b.ops[i]).rows);
+  const bool own = !b.ranks || b.ranks->communicator.rank() == 0;  // the first rank's part of the sum over ranks
+  b.launches.push_back([=, data = &*b.workspace.data, queue = b.queue](const Binding::Size& size) {
+    if (size.given) copy_given(data->given(), own, true, size.rows, y, queue);
+  });
+  return 0;
+}
+
 int bind_select_rows(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   b.add_launch(kOutputRows, [x = b.in(op), y = b.out(op), data = &*b.workspace.data, queue = b.queue](int rows) {
@@ -46,8 +58,9 @@ int bind_sample(Binding& b, size_t i) {
   return 0;
 }
 
-const RegisterCudaOp kEmbedding(Op::embedding, bind_embedding), kSelectRows(Op::select_rows, bind_select_rows),
-    kHiddenStates(Op::hidden_states, bind_hidden_states), kSample(Op::sample, bind_sample);
+const RegisterCudaOp kEmbedding(Op::embedding, bind_embedding_and_given),
+    kSelectRows(Op::select_rows, bind_select_rows), kHiddenStates(Op::hidden_states, bind_hidden_states),
+    kSample(Op::sample, bind_sample);
 
 }  // namespace
 }  // namespace as::cuda

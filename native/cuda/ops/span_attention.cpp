@@ -7,10 +7,9 @@ namespace {
 
 int bind_span_attention(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
-  op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads",
-                 "q_head_begin", "kv_begin", "sinks", "alibi", "logn"},
-                "the CUDA backend");
   Workspace& ws = b.workspace;
+  if (op.flag("bidirectional") && op.integer("window")) refuse("op span_attention in both directions with a window");
+  if (op.flag("segments") && !op.flag("bidirectional")) refuse("op span_attention in segments and in one direction");
   Attention a;
   a.cache = ws.layers.at(op.integer("layer")), a.group = ws.group;
   a.first = shared_heads(op).first, a.queries = op.integer("q_heads");
@@ -20,6 +19,9 @@ int bind_span_attention(Binding& b, size_t i) {
   a.max_splits = ws.max_splits, a.arrivals = ws.arrivals.as<int>(), a.given_up = b.queue.scratch.given_up;
   if (op.flag("sinks")) a.sinks = b.vector(op, 0);
   if (op.flag("alibi")) a.slopes = b.vector(op, op.flag("sinks"));
+  if (op.flag("segments")) a.from = ws.data->part_begins(), a.to = ws.data->part_ends();
+  else if (op.flag("images")) a.to = ws.data->part_ends();
+  else if (op.flag("bidirectional")) a.to = ws.data->ends();
   const double logn = op.number("logn");
   const std::optional<Rope> rope = std::exchange(b.rope, std::nullopt);
   const std::optional<std::pair<HeadNorm, HeadNorm>> norms = std::exchange(b.head_norms, std::nullopt);

@@ -44,28 +44,87 @@ bool StepData::Size::operator<(const Size& other) const {
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, const TileLimits& tiles,
-                   std::vector<int> windows, int no_span, bool has_states, bool keeps, bool takes)
+                   std::vector<int> windows, int no_span, const RowNeeds& needs)
     : span_size_(span_size),
       groups_((int)windows.size()),
       max_spans_(max_spans),
       no_span_(no_span),
       limits_(tiles),
       windows_(std::move(windows)),
-      keep_(keeps),
-      take_(takes),
+      needs_(needs),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
       table_(whole_pitches((size_t)max_slots * max_spans)) {
   const size_t rows = max_rows, max_tiles = rows * tiles.group / kPrefillPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
-      take(adapters_, rows), take(chosen_, max_outputs), take(keeps_, keeps ? rows : 0), take(takes_, takes ? rows : 0);
+      take(adapters_, rows), take(chosen_, max_outputs), take(keeps_, needs.keeps ? rows : 0),
+      take(takes_, needs.takes ? rows : 0);
+  const bool parts = needs.segments || needs.images;
+  take(ends_, needs.whole ? rows : 0), take(part_begins_, parts ? rows : 0), take(part_ends_, parts ? rows : 0);
+  take(places_, needs.places ? 3 * pitch_ : 0), take(sizes_, needs.places ? 2 * pitch_ : 0);
+  take(given_, needs.given ? rows : 0);
   take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, max_tiles * kTileInts),
-      take(state_items_, has_states ? rows * kItemInts : 0), take(chunks_, has_states ? rows * kChunkInts : 0);
+      take(state_items_, needs.states ? rows * kItemInts : 0), take(chunks_, needs.states ? rows * kChunkInts : 0);
   take(tables_, table_ * groups_);
   all_ = next;
   for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
   device_memory_ = Memory(all_ * sizeof(int), "rows of a step");
+  if (!needs.given) return;
+  const size_t bytes = rows * needs.given * sizeof(float);
+  for (Memory& turn : given_turns_) turn = Memory(bytes, "rows that plans give", Memory::Where::host);
+  given_rows_ = Memory(bytes, "rows that plans give");
+}
+
+// Whether a row of the item sees a later position.
+bool StepData::sees_ahead(const Batch& batch, const Item& item) const {
+  if (!needs_.images) return needs_.whole;
+  const std::vector<int32_t>& images = batch.slot(item.slot).images;  // [begin, end) of each, ascending
+  for (size_t i = 0; i < images.size(); i += 2)
+    if (images[i] < item.start + item.count && item.start < images[i + 1]) return true;
+  return false;
+}
+
+// Which positions the rows of an item see besides those before them, and their places.
+void StepData::add_sights(const Batch& batch, const Item& item) const {
+  const Slot& slot = batch.slot(item.slot);
+  const int end = item.start + item.count;
+  if (needs_.whole) std::fill_n(host(ends_) + item.row, item.count, end - 1);
+  if (needs_.segments || needs_.images) {
+    const auto add = [&](int from, int to, int first, int last) {
+      for (int p = std::max(from, item.start); p < std::min(to, end); p++)
+        host(part_begins_)[item.row + p - item.start] = first, host(part_ends_)[item.row + p - item.start] = last;
+    };
+    for (int p = item.start; p < end; p++) add(p, p + 1, p, p);
+    const auto add_part = [&](int from, int to) { add(from, to, from, to - 1); };
+    if (needs_.images)
+      for (size_t i = 0; i < slot.images.size(); i += 2) add_part(slot.images[i], slot.images[i + 1]);
+    if (needs_.segments && slot.segments.empty()) add_part(0, end);
+    for (size_t i = 0; needs_.segments && i < slot.segments.size(); i++)
+      add_part(i ? slot.segments[i - 1] : 0, slot.segments[i]);
+  }
+  if (!needs_.places) return;
+  int height = 1, width = 1;
+  for (int r = item.row; r < item.row + item.count; r++) {
+    int place[3];
+    for (int part = 0; part < 3; part++)
+      place[part] = host(places_)[part * pitch_ + r] = slot.rotary_position(batch.rows[r].position, part);
+    height = std::max(height, place[1] + 1), width = std::max(width, place[2] + 1);
+  }
+  std::fill_n(host(sizes_) + item.row, item.count, height);
+  std::fill_n(host(sizes_) + pitch_ + item.row, item.count, width);
+}
+
+// Queues the copy of the rows that the plan gives, one after the other.
+void StepData::add_given(const Batch& batch, const Device& device) const {
+  float* const to = given_turns_[turn_].as<float>();
+  int count = 0;
+  for (size_t r = 0; r < batch.given.size(); r++)
+    if (batch.given[r])
+      std::copy_n(batch.given[r], needs_.given, to + (size_t)count * needs_.given), host(given_)[r] = count++;
+  check(cudaMemcpyAsync(given_rows_.as(), to, (size_t)count * needs_.given * sizeof(float), cudaMemcpyHostToDevice,
+                        device.stream()),
+        "copying rows that the plan gives");
 }
 
 void StepData::choose_tiles(const Batch& batch) {
@@ -76,7 +135,7 @@ void StepData::choose_tiles(const Batch& batch) {
   int kv_splits = 0;
   for (size_t i = 0; i < batch.items.size(); i++) {
     const Item& item = batch.items[i];
-    if (item.count > (cuts ? kMostCutRows : tile_rows)) continue;
+    if (item.count > (cuts ? kMostCutRows : tile_rows) || sees_ahead(batch, item)) continue;
     const int splits = splits_of(item, tile_rows);
     decoded_[i] = kv_splits + splits <= limits_.max_splits;
     if (decoded_[i]) kv_splits += splits;
@@ -93,7 +152,7 @@ bool StepData::cuts_chunks(const Batch& batch) const {
   double decode = 0, prefill = 0, longest = 0;
   int kv_splits = 0;
   for (const Item& item : batch.items) {
-    if (item.count > kMostCutRows) continue;
+    if (item.count > kMostCutRows || sees_ahead(batch, item)) continue;
     kv_splits += splits_of(item, tile_rows);
     if (item.count <= tile_rows) continue;
     const int end = item.start + item.count, blocks = (end + kBlockTokens - 1) / kBlockTokens;
@@ -145,8 +204,12 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
         host(where_)[g * pitch_ + r] =
             slot.spans[g][row.position / span_size_] * span_size_ + row.position % span_size_;
     }
+    add_sights(batch, item);
     used += spans;
   }
+  if (needs_.given) std::fill_n(host(given_), size.rows, -1);
+  size.given = !batch.given.empty();
+  if (size.given) add_given(batch, device);
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
   add_places(batch);
   if (padded) {
@@ -164,17 +227,22 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
 }
 
 void StepData::add_places(const Batch& batch) const {
-  if (keep_ && batch.keeps.empty()) std::fill_n(host(keeps_), batch.rows.size(), -1);
-  else if (keep_) std::copy(batch.keeps.begin(), batch.keeps.end(), host(keeps_));
-  if (take_) std::copy(batch.takes.begin(), batch.takes.end(), host(takes_));
+  if (needs_.keeps && batch.keeps.empty()) std::fill_n(host(keeps_), batch.rows.size(), -1);
+  else if (needs_.keeps) std::copy(batch.keeps.begin(), batch.keeps.end(), host(keeps_));
+  if (needs_.takes) std::copy(batch.takes.begin(), batch.takes.end(), host(takes_));
 }
 
 // A row that is stored nowhere.
 void StepData::idle_row(int r, int position) {
   host(tokens_)[r] = 0, host(positions_)[r] = position, host(prompts_)[r] = 1, host(adapters_)[r] = -1;
   for (int g = 0; g < groups_; g++) host(where_)[g * pitch_ + r] = -1;
-  if (keep_) host(keeps_)[r] = -1;
-  if (take_) host(takes_)[r] = 0;
+  if (needs_.keeps) host(keeps_)[r] = -1;
+  if (needs_.takes) host(takes_)[r] = 0;
+  if (needs_.whole) host(ends_)[r] = position;
+  if (needs_.segments || needs_.images) host(part_begins_)[r] = host(part_ends_)[r] = position;
+  for (int part = 0; needs_.places && part < 3; part++) host(places_)[part * pitch_ + r] = position;
+  for (int side = 0; needs_.places && side < 2; side++) host(sizes_)[side * pitch_ + r] = position + 1;
+  if (needs_.given) host(given_)[r] = -1;
 }
 
 StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {

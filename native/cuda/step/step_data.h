@@ -4,6 +4,7 @@
 
 #include "batch/state_positions.h"
 #include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/norm/vision.h"
 #include "cuda/kernels/recurrent/recurrent.h"
 #include "cuda/memory/device.h"
 
@@ -20,13 +21,21 @@ struct TileLimits {
   ShortChunks short_chunks = ShortChunks::fastest;
 };
 
+// What a program's rows need besides tokens and positions, of which some programs have some. states: ops have a state
+// of each sequence. keeps, takes: hidden states are kept, and taken (batch/draft_head.h). whole: a sequence's rows see
+// all of it. segments, images: they see those of their segment, or their image. places: rows have places (time, height,
+// width). given: the width of rows that the plan gives; 0: none.
+struct RowNeeds {
+  bool states = false, keeps = false, takes = false, whole = false, segments = false, images = false, places = false;
+  int given = 0;
+};
+
 class StepData {
  public:
   // max_spans: per sequence. windows: of each cache group; 0: full attention. no_span: replaces the spans that a
-  // sliding window has left. Other sequences may own those by now. has_states: whether ops have a state of each
-  // sequence. keeps, takes: whether hidden states are kept, and taken (batch/draft_head.h).
+  // sliding window has left. Other sequences may own those by now.
   StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, const TileLimits& tiles,
-           std::vector<int> windows, int no_span, bool has_states, bool keeps, bool takes);
+           std::vector<int> windows, int no_span, const RowNeeds& needs);
 
   // A step's counts, which set the sizes of launches. In a padded step kernels skip the padding rows.
   struct Size {
@@ -34,6 +43,7 @@ class StepData {
     int kv_splits = 1;                                // of decode tiles: 1, or 2 if some have several
     bool stores = true;                               // whether decode kernels may store the rows
     bool adapted = false;                             // whether any row has an adapter
+    bool given = false;                               // whether the plan gives any row; such steps have no graph
     int short_items = 0, long_items = 0, chunks = 0;  // of ops with a state
     bool operator<(const Size& other) const;
   };
@@ -56,6 +66,15 @@ class StepData {
   const int* chosen() const { return at(chosen_); }      // row of each output
   const int* keeps() const { return at(keeps_); }        // place where each row's hidden state is kept; -1: nowhere
   const int* takes() const { return at(takes_); }        // place of the hidden state that each row takes
+  // The last position of each row's sequence; the first and the last one of its segment or image, its own in neither.
+  const int* ends() const { return at(ends_); }
+  const int* part_begins() const { return at(part_begins_); }
+  const int* part_ends() const { return at(part_ends_); }
+  Places places() const { return {at(places_), at(places_) + pitch_, at(places_) + 2 * pitch_}; }
+  // Height and width of each row's image.
+  const int* image_heights() const { return at(sizes_); }
+  const int* image_widths() const { return at(sizes_) + pitch_; }
+  GivenRows given() const { return {given_rows_.as<float>(), at(given_), needs_.given}; }
   const int* tables(int group) const { return at(tables_) + group * table_; }  // span tables of a cache group
   const AttentionTile* decode_tiles() const { return reinterpret_cast<const AttentionTile*>(at(decode_tiles_)); }
   const AttentionTile* prefill_tiles() const { return reinterpret_cast<const AttentionTile*>(at(prefill_tiles_)); }
@@ -66,6 +85,9 @@ class StepData {
 
  private:
   void choose_tiles(const Batch& batch);
+  bool sees_ahead(const Batch& batch, const Item& item) const;
+  void add_sights(const Batch& batch, const Item& item) const;
+  void add_given(const Batch& batch, const Device& device) const;
   bool cuts_chunks(const Batch& batch) const;
   void add_states(const Batch& batch, int padded, const StatePositions& states, Size& size) const;
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
@@ -78,12 +100,14 @@ class StepData {
   const int span_size_, groups_, max_spans_, no_span_;
   const TileLimits limits_;
   const std::vector<int> windows_;
-  const bool keep_, take_;
+  const RowNeeds needs_;
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
-  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, keeps_, takes_, decode_tiles_,
-      prefill_tiles_, state_items_, chunks_, tables_, all_;  // offsets, in ints
+  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, keeps_, takes_, ends_, part_begins_,
+      part_ends_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, state_items_, chunks_, tables_,
+      all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
+  Memory given_turns_[2], given_rows_;
   int turn_ = 0;
   std::vector<bool> decoded_;  // whether decode tiles compute an item of the batch
 };

@@ -37,6 +37,7 @@ std::vector<Workspace::Size> warm_up_sizes(const Workspace& workspace, bool adap
     for (int form = 0; form <= (int)adapted; form++) size.adapted = form, sizes.push_back(size);
   };
   for (int rows : kernel_borders(workspace, several_ranks)) in_forms({rows, std::min(rows, limits.max_outputs), 0, 1});
+  if (!workspace.samples()) return sizes;
   in_forms({1, 1, 1, 1, workspace.max_splits > 1 ? 2 : 1});  // of both kinds of tiles
   const int most = limits.most_padded_rows();
   for (int rows = 1, padded; rows <= most; rows = padded + 1) {

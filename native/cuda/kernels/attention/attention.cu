@@ -190,16 +190,17 @@ struct Seen {
 
 // Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position.
 template <CacheType kType, bool kLatent, int kEach = kFeatures<kLatent>>
-__device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_head, int position, int split, int head,
-                                 const float (&query)[kEach]) {
+__device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_head, int row, int position, int split,
+                                 int head, const float (&query)[kEach]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int key_dim = kLatent ? dim + a.cache.rope_dim : dim, kept = kLatent ? 0 : kv_head;
-  const int least = a.window ? max(0, position - a.window + 1) : 0;
+  const int least = max(0, first_seen(a, row, position)), last = last_seen(a, row, position);
   const float factor = score_factor(a);
   Seen<kEach> seen;
-  for (int begin = split * kKvSplitTokens; begin < (split + 1) * kKvSplitTokens && begin <= position; begin += 32) {
+  const int end = min((split + 1) * kKvSplitTokens, last + 1);
+  for (int begin = max(split * kKvSplitTokens, least / 32 * 32); begin < end; begin += 32) {
     float score = -INFINITY;
-    for (int j = 0; j < 32 && begin + j <= position; j++) {
+    for (int j = 0; j < 32 && begin + j < end; j++) {
       const int at = begin + j;
       const Cached<kType> key(a.cache, head_of(a.cache, table[at / size], kept), false, at % size);
       float product = 0;
@@ -215,7 +216,7 @@ __device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_he
     seen.most = now, seen.sum = merged(seen.sum, by, warp_sum(weight), 1.0f);
 #pragma unroll
     for (int i = 0; i < kEach; i++) seen.values[i] *= by;
-    for (int j = 0; j < 32 && begin + j <= position; j++) {
+    for (int j = 0; j < 32 && begin + j < end; j++) {
       const int at = begin + j;
       const Cached<kType> value(a.cache, head_of(a.cache, table[at / size], kept), !kLatent, at % size);
       const float its = __shfl_sync(0xffffffffu, weight, j);
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     }
     if (decode && rows.first_split < rows.last_split) {
       for (int split = rows.first_split + blockIdx.z; split <= rows.last_split; split += gridDim.z) {
-        const auto seen = see_split<kType, kLatent>(a, table, kv_head, position, split, head, query);
+        const auto seen = see_split<kType, kLatent>(a, table, kv_head, row, position, split, head, query);
         float* to = partial_of(a, before, kv_head, split);
         if (lane == 0) to[pair] = seen.most, to[kDecodePairs + pair] = seen.sum;
 #pragma unroll
@@ -263,7 +264,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     if (blockIdx.z) continue;
     Seen<kEach> total;
     for (int split = rows.first_split; split <= rows.last_split; split++)
-      total.merge(see_split<kType, kLatent>(a, table, kv_head, position, split, head, query));
+      total.merge(see_split<kType, kLatent>(a, table, kv_head, row, position, split, head, query));
     const float sum = with_sink(a, head, total.sum, total.most);
 #pragma unroll
     for (int i = 0; i < kEach; i++)
@@ -331,7 +332,8 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
     start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
     return;
   }
-  if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && (!rope || ropes_chunks(a, *rope))) {
+  if (a.cache.type == CacheType::dtype16 && a.cache.head_dim % 16 == 0 && a.cache.padded_dim == a.cache.head_dim &&
+      (!rope || ropes_chunks(a, *rope))) {
     const int first = rope && queries ? 0 : heads, count = heads + 2 * a.cache.kv_heads - first;
     const size_t chunks = (size_t)rows * count * (a.cache.head_dim / 16);
     start(queue, store_chunks_kernel, ceil_div(chunks, 256), 256, 0, a, where, rope != nullptr, table, rows, first,

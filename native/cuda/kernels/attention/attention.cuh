@@ -14,22 +14,33 @@ namespace AS_DTYPE16 {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
+// The positions that a row of the step sees. The first one may be negative.
+__device__ inline int last_seen(const Attention& a, int row, int position) { return a.to ? a.to[row] : position; }
+__device__ inline int first_seen(const Attention& a, int row, int position) {
+  return a.window ? position - a.window + 1 : a.from ? a.from[row] : 0;
+}
+
 // The rows and heads of a tile. kDecode: the tile has few pairs, so a loop finds the row of a pair faster than a
 // division.
 template <bool kDecode>
 struct RowsOfTile {
   AttentionTile tile;
   int group, count;             // query heads per KV head; pairs in the tile
-  int first_split, last_split;  // KV splits visible to any pair
+  int least, last;              // positions visible to any pair
+  int first_split, last_split;  // KV splits of these
   int first_head, heads;        // first KV head's query heads on earlier ranks; this rank's query heads
 
   RowsOfTile() = default;
   __device__ RowsOfTile(const Attention& a, const AttentionTile& t, int most)
       : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
     count = max(0, min(most, t.count * a.group - first()));
-    const int least = t.start + rows_before(first()), greatest = t.start + rows_before(first() + max(count, 1) - 1);
-    first_split = a.window ? max(0, least - a.window + 1) / kKvSplitTokens : 0;
-    last_split = greatest / kKvSplitTokens;
+    const int above = rows_before(first()), below = rows_before(first() + max(count, 1) - 1);
+    least = a.window ? max(0, t.start + above - a.window + 1) : 0, last = t.start + below;
+    if (!kDecode && count > 0) {
+      least = max(0, first_seen(a, t.row + above, t.start + above));
+      last = last_seen(a, t.row + below, last);
+    }
+    first_split = least / kKvSplitTokens, last_split = last / kKvSplitTokens;
   }
   __device__ int rows_before(int pair) const {
     if (!kDecode) return pair / group;

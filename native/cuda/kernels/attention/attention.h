@@ -18,7 +18,8 @@ struct LayerCache {
   CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
   DType16 dtype = DType16::bf16;
-  int rope_dim = 0;  // > 0: of latent attention
+  int rope_dim = 0;     // > 0: of latent attention
+  bool padded = false;  // to a size that mma kernels have, with zeros (padded_head()): for prefill tiles alone
 
   AS_BOTH bool latent() const { return rope_dim > 0; }
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
@@ -70,6 +71,10 @@ struct Attention {
       queries = 0;  // this rank's query heads: place of the first one in the first KV head's group, and their count
   float scale = 1, soft_cap = 0;
   int window = 0;
+  // Of rows that see later positions, which only prefill tiles compute: the last position that each row of the step
+  // sees (null: its own), and the first one (null: 0, or where a window begins). Both ascend with the rows of a
+  // sequence.
+  const int *from = nullptr, *to = nullptr;
   const float *slopes = nullptr, *sinks = nullptr;  // [this rank's query heads], or null
   const float* qkv = nullptr;                       // [rows, width]: queries, keys, values
   int width = 0;
@@ -91,6 +96,16 @@ constexpr int kPrefillPairs = 128;   // pairs of a prefill tile
 constexpr int kOwnRows = 16;         // most rows of a sequence that decode kernels store in the cache themselves
 constexpr int kFullTables = 8;       // decode tiles of a step that may have the longest context, if memory allows
 constexpr int kLargestHead = 256;
+// The features of a head in a 16-bit cache of rows that only prefill tiles compute: a size that mma kernels have, if
+// that is less than twice as large.
+AS_BOTH constexpr int padded_head(int dim) {
+  return dim <= 32 || dim > kLargestHead ? (dim + 7) / 8 * 8
+         : dim <= 64                     ? 64
+         : dim <= 80                     ? 80
+         : dim <= 96                     ? 96
+         : dim <= 128                    ? 128
+                                         : 256;
+}
 constexpr int kLatentDim = 512, kLatentRope = 64;  // of the known models; the mma kernels of latent attention need them
 constexpr int kLargestRow = kLatentDim + kLatentRope;
 // Floats of the partial result of one KV split, tile and KV head.

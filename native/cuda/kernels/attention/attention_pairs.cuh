@@ -6,7 +6,8 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-template <int kDim>
+// kPadded: heads have a.cache.head_dim features, and zeros up to kDim.
+template <int kDim, bool kPadded = false>
 class WarpPairs {
  public:
   // Warps that share pairs: each computes all scores, but only a part of the value features.
@@ -18,20 +19,23 @@ class WarpPairs {
   // first: the warp's first pair; part: its part of the features. queries: in shared memory, read after a barrier.
   __device__ WarpPairs(const Attention& a, const TileRows& rows, int kv_head, int first, int part, uint32_t queries)
       : a_(a), rows_(rows), kv_head_(kv_head), first_(first), part_(part), queries_(queries), factor_(score_factor(a)) {
+    const int dim = head_dim();
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int own = pair(h);
       const bool there = own < rows.count && rows.has(own, kv_head);
-      positions_[h] = there ? rows.position(own) : -1;
-      least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
-      const float* from =
-          a.qkv + (there ? (size_t)rows.row(own) * a.width + (size_t)rows.head(own, kv_head) * kDim : 0);
+      last_[h] = there ? last_seen(a, rows.row(own), rows.position(own)) : -1;
+      least_[h] = there ? first_seen(a, rows.row(own), rows.position(own)) : 0;
+      const float* from = a.qkv + (there ? (size_t)rows.row(own) * a.width + (size_t)rows.head(own, kv_head) * dim : 0);
 #pragma unroll
       for (int s = 0; s < kSteps; s++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int at = s * 16 + half * 8 + threadIdx.x % 4 * 2;
-          const uint32_t two = there ? to_dtype16x2(from[at], from[at + 1]) : 0;
+          uint32_t two = 0;
+          if constexpr (kPadded)
+            two = to_dtype16x2(there && at < dim ? from[at] : 0, there && at + 1 < dim ? from[at + 1] : 0);
+          else if (there) two = to_dtype16x2(from[at], from[at + 1]);
           if constexpr (!kQueries) query_[s][h + 2 * half] = two;
           else if (s % kShare == part) store_shared(queries + ((threadIdx.x % 32 / 4 + 8 * h) * kStride + at) * 2, two);
         }
@@ -80,8 +84,8 @@ class WarpPairs {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
-          if (positions_[h] >= 0)
-            scores[t][i] = sloped(a_, rows_.head(pair(h), kv_head_), scores[t][i], at - positions_[h]);
+          if (last_[h] >= 0)
+            scores[t][i] = sloped(a_, rows_.head(pair(h), kv_head_), scores[t][i], at - rows_.position(pair(h)));
         }
     }
     float now[2] = {-INFINITY, -INFINITY}, by[2];
@@ -90,7 +94,7 @@ class WarpPairs {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
-        scores[t][i] = at <= positions_[h] && at >= least_[h] ? scores[t][i] : -INFINITY;
+        scores[t][i] = at <= last_[h] && at >= least_[h] ? scores[t][i] : -INFINITY;
         now[h] = fmaxf(now[h], scores[t][i]);
       }
 #pragma unroll
@@ -156,12 +160,14 @@ class WarpPairs {
       const int own = pair(h);
       if (own >= rows_.count || !rows_.has(own, kv_head_)) continue;
       const int row = rows_.row(own), head = rows_.head(own, kv_head_);
-      const int column = head * kDim + part_ * kValues * 8 + threadIdx.x % 4 * 2;
+      const int feature = part_ * kValues * 8 + threadIdx.x % 4 * 2, column = head * head_dim() + feature;
       const float sum = with_sink(a_, head, total_sum_[h], total_most_[h]);
 #pragma unroll
       for (int v = 0; v < kValues; v++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) put(a_.out, row, column + v * 8 + i, share(total_[v][2 * h + i], sum));
+        for (int i = 0; i < 2; i++)
+          if (!kPadded || feature + v * 8 + i < head_dim())
+            put(a_.out, row, column + v * 8 + i, share(total_[v][2 * h + i], sum));
     }
   }
 
@@ -170,6 +176,7 @@ class WarpPairs {
   // values[v][2 h] and values[v][2 h + 1] are features 8 v + 2 (lane % 4) and the next, of a thread's pair h.
   using Values = float[kValues][4];
 
+  __device__ __forceinline__ int head_dim() const { return kPadded ? a_.cache.head_dim : kDim; }
   __device__ __forceinline__ int pair(int h) const { return first_ + threadIdx.x % 32 / 4 + 8 * h; }
   __device__ __forceinline__ static void clear(Values& values, float (&most)[2], float (&sum)[2]) {
 #pragma unroll
@@ -184,7 +191,7 @@ class WarpPairs {
   const int kv_head_, first_, part_;
   const uint32_t queries_;
   const float factor_;
-  int positions_[2], least_[2];
+  int least_[2], last_[2];  // positions that a pair sees; last_ is -1 if there is none
   uint32_t query_[kQueries ? 1 : kSteps][4];
   Values out_, total_;
   float most_[2], sum_[2], total_most_[2], total_sum_[2];

@@ -14,9 +14,9 @@ constexpr int kTokens = 64, kWarps = 4, kThreads = 32 * kWarps;  // positions at
 
 // Shared memory: for quantized caches keys and values as 16-bit values, then two stages of keys and values as they are
 // cached, with their scales, then queries.
-template <int kDim, CacheType kType>
+template <int kDim, CacheType kType, bool kPadded>
 struct Shape {
-  using Pairs = WarpPairs<kDim>;
+  using Pairs = WarpPairs<kDim, kPadded>;
   static constexpr bool kQuants = kType != CacheType::dtype16, kScaled = kQuants && kType != CacheType::float8;
   static constexpr int kBits = kType == CacheType::uint4 ? 4 : kQuants ? 8 : 16;
   static constexpr int kRow = kDim * kBits / 8;                             // bytes of a key, or a value, in the cache
@@ -56,10 +56,10 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
                     to_dtype16x2(x[6], x[7]));
 }
 
-template <int kDim, CacheType kType>
+template <int kDim, CacheType kType, bool kPadded>
 __global__ void __launch_bounds__(kThreads) attend_mma_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
-  using S = Shape<kDim, kType>;
+  using S = Shape<kDim, kType, kPadded>;
   using Pairs = typename S::Pairs;
   constexpr int kTensor = S::kTensor;
   extern __shared__ __align__(128) char shared[];
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) attend_mma_kernel(Attention a, const
   const TileRows rows(a, tile, S::kPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
-  const int last = rows.position(rows.count - 1);
+  const int last = rows.last;
   const uint32_t base = shared_address(shared);
   const int group = warp / Pairs::kShare;
   Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare,
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) attend_mma_kernel(Attention a, const
       *reinterpret_cast<uint4*>(shared + value * kTensor + (token * S::kStride + eight * 8) * 2) = wide;
     }
   };
-  int begin = rows.first_split * kKvSplitTokens, stage = 0;
+  int begin = rows.least / kTokens * kTokens, stage = 0;  // blocks that no row sees would change nothing
   fetch(begin, 0);
   if (S::kQuants) fetch(begin + kTokens, 1);
   for (int split = rows.first_split; split <= rows.last_split; split++) {
@@ -146,11 +146,11 @@ __global__ void __launch_bounds__(kThreads) attend_mma_kernel(Attention a, const
   pairs.write_total();
 }
 
-template <int kDim, CacheType kType>
+template <int kDim, CacheType kType, bool kPadded = false>
 void start_type(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
-  using S = Shape<kDim, kType>;
-  start(queue, attend_mma_kernel<kDim, kType>, dim3(count, a.cache.kv_heads, kPrefillPairs / S::kPairs), kThreads,
-        S::kShared, a, tiles);
+  using S = Shape<kDim, kType, kPadded>;
+  start(queue, attend_mma_kernel<kDim, kType, kPadded>, dim3(count, a.cache.kv_heads, kPrefillPairs / S::kPairs),
+        kThreads, S::kShared, a, tiles);
 }
 
 template <int kDim, bool kAll = kAllFormats && kDim != 80>
@@ -160,19 +160,21 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
     if (a.cache.type == CacheType::uint4) return start_type<kDim, CacheType::uint4>(a, tiles, count, queue);
     if (a.cache.type == CacheType::float8) return start_type<kDim, CacheType::float8>(a, tiles, count, queue);
   }
+  if (a.cache.padded) return start_type<kDim, CacheType::dtype16, true>(a, tiles, count, queue);
   start_type<kDim, CacheType::dtype16>(a, tiles, count, queue);
 }
 
 }  // namespace
 
-static_assert(Shape<256, CacheType::dtype16>::kShared == kPrefillShared256);
-static_assert(Shape<256, CacheType::int8>::kShared == kPrefillShared256);
+static_assert(Shape<256, CacheType::dtype16, false>::kShared == kPrefillShared256);
+static_assert(Shape<256, CacheType::int8, false>::kShared == kPrefillShared256);
 
 void attend_prefill_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
-  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
-  else if (a.cache.head_dim == 80) start_dim<80>(a, tiles, count, queue);
-  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
-  else if (a.cache.head_dim == 128) start_dim<128>(a, tiles, count, queue);
+  const int dim = a.cache.padded ? a.cache.padded_dim : a.cache.head_dim;
+  if (dim == 64) start_dim<64>(a, tiles, count, queue);
+  else if (dim == 80) start_dim<80>(a, tiles, count, queue);
+  else if (dim == 96) start_dim<96>(a, tiles, count, queue);
+  else if (dim == 128) start_dim<128>(a, tiles, count, queue);
   else start_dim<256>(a, tiles, count, queue);
 }
 

@@ -157,8 +157,9 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = pair_ + 8 * h;
-      positions_[h] = pair < rows.count ? rows.position(pair) : -1;
-      least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
+      const bool there = pair < rows.count;
+      last_[h] = there ? last_seen(a, rows.row(pair), rows.position(pair)) : -1;
+      least_[h] = there ? first_seen(a, rows.row(pair), rows.position(pair)) : 0;
     }
     clear(total_);
   }
@@ -176,7 +177,7 @@ class Attender {
   // split's earlier values to the new maximum afterwards. first: first scores of a KV split; the previous KV split may
   // not have ended yet.
   __device__ void weigh(int begin, bool first) {
-    const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
+    const bool whole = begin + kTokens - 1 <= min(last_[0], last_[1]) && begin >= max(least_[0], least_[1]);
     if constexpr (kCapped) {
 #pragma unroll
       for (int i = 0; i < kScores; i++) scores_[i] = capped(a_, scores_[i]);
@@ -185,7 +186,7 @@ class Attender {
 #pragma unroll
       for (int i = 0; i < kScores; i++) {
         const int at = begin + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, h = i % 4 / 2;
-        if (at > positions_[h] || at < least_[h]) scores_[i] = -INFINITY;
+        if (at > last_[h] || at < least_[h]) scores_[i] = -INFINITY;
       }
     }
     const float factor = score_factor(a_);
@@ -297,7 +298,7 @@ class Attender {
   const TileRows& rows_;
   const uint64_t queries_;
   const int pair_;
-  int positions_[2], least_[2];
+  int last_[2], least_[2];  // positions that the pairs see
   float scores_[kScores], values_[kValues], total_[kValues];
   float most_[2] = {-INFINITY, -INFINITY}, sum_[2] = {}, by_[2], ended_most_[2], ended_sum_[2];
   float total_most_[2] = {-INFINITY, -INFINITY}, total_sum_[2] = {};
@@ -351,8 +352,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (rows.count == 0) continue;
       put(item);
       if (turn) ask_for_queries<kDim>(a, rows, item.kv_head);
-      copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.first_split * kKvSplitTokens,
-                         rows.position(rows.count - 1), stages, at_stage, ring);
+      copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.first_split * kKvSplitTokens, rows.last,
+                         stages, at_stage, ring);
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     barrier_wait(at_stage.empty_at(ring.stage), ring.parity ^ 1);
@@ -375,7 +376,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Item item = barriers.items[number % kItems];
     if (item.kv_head < 0) return;
     const TileRows rows(a, item.tile, kPrefillPairs);
-    const int last = rows.position(rows.count - 1);
+    const int last = rows.last;
     int begin = rows.first_split * kKvSplitTokens;
     if (group * kBlock >= rows.count) {
       // No products synchronize the warps here. Without all_here(), a warp that falls more than a turn of the ring
