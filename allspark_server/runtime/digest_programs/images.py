@@ -27,9 +27,9 @@ def _frequencies(e: Any) -> int:
     return e.add_vector(np.ldexp(np.float32(1), -np.arange(_PAIRS, dtype=np.int32)))
 
 
-def tower(weights: str, group: int, cache: str, empty: Callable = on_cpu) -> Any:
+def tower(weights: str, group: int, cache: str, empty: Callable = on_cpu, function: str = "quick_gelu") -> Any:
     """An executor with a vision tower: a layer with attention within segments and one within images, and each way to
-    merge rows.
+    merge rows. function: its activation.
     """
     e = empty()
     matrix, vector = weights_of(e, weights, group, iter(range(601, 700)))
@@ -51,7 +51,7 @@ def tower(weights: str, group: int, cache: str, empty: Callable = on_cpu) -> Any
         e.add_op("linear", [attended], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)], {})
         e.add_op("add", [x, y], [x], [], {})
         e.add_op("linear", [x], [inner], [matrix(INNER, HIDDEN)], {})
-        e.add_op("activate", [inner], [], [], {"function": "quick_gelu"})
+        e.add_op("activate", [inner], [], [], {"function": function})
         e.add_op("linear", [inner], [y], [matrix(HIDDEN, INNER)], {})
         e.add_op("add", [x, y], [x], [], {})
     total = e.add_tensor(HIDDEN, True)
