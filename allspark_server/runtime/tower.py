@@ -68,8 +68,8 @@ class TowerRunner:
 
     `rows`: the most patches of a step, which may be one view's; `tokens`: the most outputs. `vision`: the tower's
     description. `row_end`: the embedding row that ends a row of an image, float32 [width]; None if there is none.
-    `rotary_parts`: whether its model turns rows by time, height and width of their positions. `gpu`: the index of the GPU
-    that computes; None if CPUs compute. `rate`: operations a second that are assumed before the first image.
+    `rotary_parts`: whether its model turns rows by time, height and width of their positions. `gpu`: the index of the
+    GPU that computes; None if CPUs compute. `rate`: operations a second that are assumed before the first image.
     """
 
     def __init__(self, config: AsModelConfig, opened: OpenedModel, rank: int, world: int, device: Device,

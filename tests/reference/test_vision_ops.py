@@ -221,8 +221,12 @@ def test_bits_do_not_depend_on_where_ops_are_cut(threads, fused):
         first, *rest = images.step([1, 0], cuts)
         return outputs_of(executor, [free(first), *rest]).tobytes()
 
-    for cuts in ([count], even(own, 7), even(own, 500), *(sorted({*rng.uniform(0, count, n), float(count)})
-                                                          for n in (1, 2, 10, 100, 1000))):
+    def random(n: int) -> list[float]:
+        """N cuts at most, at positions of their own."""
+        positions = {*rng.integers(1, count * OP_POSITIONS, n).tolist(), count * OP_POSITIONS}
+        return [position / OP_POSITIONS for position in sorted(positions)]
+
+    for cuts in ([count], even(own, 7), even(own, 500), *map(random, (1, 2, 10, 100, 1000))):
         assert again(cuts) == whole.tobytes(), cuts
     assert again(()) == whole.tobytes()
 
