@@ -190,7 +190,9 @@ class Reference:
         given = {"input_ids": torch.tensor([ids])}
         if self._name.startswith("qwen"):
             kinds = {False: [image for image in found if not image.times], True: [each for each in found if each.times]}
-            given["mm_token_type_ids"] = (given["input_ids"] == PAD) + 2 * (given["input_ids"] == VIDEO).to(torch.int32)
+            # Output may hold the ids of placeholders, too.
+            given["mm_token_type_ids"] = (given["input_ids"] == PAD).to(torch.int32) * bool(kinds[False]) + 2 * (
+                given["input_ids"] == VIDEO).to(torch.int32) * bool(kinds[True])
             for is_video, name, grid in ((False, "pixel_values", "image_grid_thw"),
                                          (True, "pixel_values_videos", "video_grid_thw")):
                 if kinds[is_video]:
