@@ -113,7 +113,7 @@ OWN = {name: GENERATION[name] for name in ("seed", "top_k", "min_p", "repetition
 OF_VLLM = {name: GENERATION[name] for name in (
     "stop", "include_stop_str_in_output", "ignore_eos", "min_tokens", "stop_token_ids", "presence_penalty",
     "frequency_penalty", "logit_bias", "skip_special_tokens", "structured_outputs")}
-PIXELS = (1, "x", [], {"max_pixels": 0}, {"max_pixels": "7"}, {"min_pixels": 2**31}, {"fps": 1})
+PIXELS = (1, "x", [], {"max_pixels": 0}, {"max_pixels": "7"}, {"min_pixels": 2**31}, {"fps": 0}, {"size": 1})
 WRONG = {
     "/v1/messages/count_tokens": COUNTED,
     "/v1/messages": {
