@@ -56,17 +56,18 @@ class Activate : public RowOp {
   const Tensor x_;
 };
 
-class Clamp : public BoundOp {
+class Clamp : public RowOp {
  public:
   explicit Clamp(const Binding& b)
       : core_(b.core), low_(*b.parts[0].vector(0)), high_(*b.parts[0].vector(1)), x_(b.parts[0].in()) {}
 
-  void run(const Batch& batch, int thread) override {
-    const auto [begin, end] = part((int64_t)x_.rows(batch) * x_.width, thread, core_.pool.size());
-    for (int64_t i = begin; i < end; i++) {  // NaN stays
-      const float x = x_.data[i];
-      x_.data[i] = x < low_ ? low_ : x > high_ ? high_ : x;
-    }
+  int rows(const Batch& batch) const override { return x_.rows(batch); }
+
+  void run_rows(const Batch&, const RowRange& range, int thread) override {
+    const auto [begin, end] = part((int64_t)range.size() * x_.width, thread, core_.pool.size());
+    float* const values = x_.row(range.begin);
+    for (int64_t i = begin; i < end; i++)  // NaN stays
+      values[i] = values[i] < low_ ? low_ : values[i] > high_ ? high_ : values[i];
   }
 
  private:
@@ -75,13 +76,15 @@ class Clamp : public BoundOp {
   const Tensor x_;
 };
 
-class Standardize : public BoundOp {
+class Standardize : public RowOp {
  public:
   explicit Standardize(const Binding& b)
       : core_(b.core), shift_(b.parts[0].vector(0)), factor_(b.parts[0].vector(1)), x_(b.parts[0].in()) {}
 
-  void run(const Batch& batch, int thread) override {
-    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+  int rows(const Batch& batch) const override { return x_.rows(batch); }
+
+  void run_rows(const Batch&, const RowRange& range, int thread) override {
+    const auto [r0, r1] = range.of(thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       float* x = x_.row(r);
       for (int i = 0; i < x_.width; i++) x[i] = (x[i] - shift_[i]) * factor_[i];
