@@ -338,10 +338,15 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url", *_VIDEOS)
 
 
+def _bounds(part: dict[str, Any]) -> list[int]:
+    """The least and the most pixels that a part of a chat asks for; 0: it does not."""
+    return [as_int(key, part[key], 0, _INT32_MAX) if part.get(key) is not None else 0
+            for key in ("min_pixels", "max_pixels")]
+
+
 def _video_of_part(part: dict[str, Any]) -> Video:
     """The video of a part of a chat."""
-    bounds = [as_int(key, part[key], 0, _INT32_MAX) if part.get(key) is not None else 0
-              for key in ("min_pixels", "max_pixels")]
+    bounds = _bounds(part)
     source, fps = part.get(part["type"]), part.get("fps")
     if part["type"] == "video_url":
         fps = source.get("fps", fps) if isinstance(source, dict) else fps
@@ -363,8 +368,7 @@ def named(name: str, make: Callable[..., T], *arguments: Any) -> T:
 
 def _of_part(part: dict[str, Any]) -> Image:
     """The image of a part of a chat."""
-    bounds = [as_int(key, part[key], 0, _INT32_MAX) if part.get(key) is not None else 0
-              for key in ("min_pixels", "max_pixels")]
+    bounds = _bounds(part)
     if part["type"] == "image_url":
         source = part.get("image_url")
         detail = source.get("detail") if isinstance(source, dict) else None

@@ -76,7 +76,6 @@ class QwenProcessor(ImageProcessor):
         found[:] = rows
         return found.reshape(len(rows), -1)
 
-
     # -- videos --------------------------------------------------------------------------------------------------------
     @property
     def video_token(self) -> int | None:

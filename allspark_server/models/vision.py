@@ -145,6 +145,11 @@ def _pixtral(config: ModelConfig) -> Graph:
     if vision.merge > 1:
         merged = dense(graph, merged, "projector.patch_merger.merging_layer", config.hidden_size, "merged_rows",
                        bias=False)
+    return _projected(graph, merged, vision)
+
+
+def _projected(graph: Graph, merged: Tensor, vision: VisionConfig) -> Graph:
+    """Ends a tower with LLaVA's projector of two layers."""
     graph.hidden_states(_two_layers(graph, merged, "projector.linear_1", "projector.linear_2",
                                     in_groups(vision.outputs), "gelu", vision.outputs, "outputs",
                                     bias=vision.projector_bias))
@@ -229,6 +234,7 @@ def _gemma4_attention(graph: Graph, x: Tensor, prefix: str, layer: int) -> Tenso
         return tuple(part for of_head in zip(*of_quarter) for part in of_head)
 
     def project(*names: str, out: str) -> Tensor:
+        # Normed again for each projection with limits, since these apply in place.
         h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
         joined = tuple(part for name in names for part in parts(name))
         blocks = tuple(Block(heads * dim, graph.q_heads) for _ in names)
@@ -299,11 +305,7 @@ def _clip(config: ModelConfig) -> Graph:
     x = graph.layer_norm(x, "pre_layrnorm", "rows")
     for layer in range(config.num_layers):
         _siglip_layer(graph, x, f"encoder.layers.{layer}", layer, vision.activation)
-    merged = graph.op("merge_rows", x, out="merged", count=1, how="concat")
-    graph.hidden_states(_two_layers(graph, merged, "projector.linear_1", "projector.linear_2",
-                                    in_groups(vision.outputs), "gelu", vision.outputs, "outputs",
-                                    bias=vision.projector_bias))
-    return graph
+    return _projected(graph, graph.op("merge_rows", x, out="merged", count=1, how="concat"), vision)
 
 
 BUILDERS = {"clip": _clip, "qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip, "gemma4": _gemma4}
@@ -314,6 +316,19 @@ def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
     if not 0 < value <= most:
         raise fields.error(name, f"is {value!r}: it must be positive and at most {most}")
     return value
+
+
+def _even_heads(own: Fields, hidden: int, heads: int) -> tuple[int, int]:
+    """The features and the heads of a layer; the defaults are given."""
+    hidden, heads = _size(own, "hidden_size", hidden), _size(own, "num_attention_heads", heads)
+    if hidden % heads or hidden // heads % 2:
+        raise own.error("num_attention_heads", f"is {heads}: they must divide {hidden} features into even parts")
+    return hidden, heads
+
+
+def _check_projector(fields: Fields) -> None:
+    if fields.get("projector_hidden_act", str, "gelu") != "gelu":
+        raise fields.error("projector_hidden_act", "is not 'gelu', which alone is served")
 
 
 def tower_config(architecture: str, vision: VisionConfig, *, hidden: int, intermediate: int, layers: int, heads: int,
@@ -378,8 +393,7 @@ def pixtral_tower(fields: Fields, architecture: str) -> ModelConfig:
         raise own.error("model_type", f"is {own.values['model_type']!r}: only 'pixtral' is served")
     if fields.get("vision_feature_layer", int, -1) != -1:
         raise fields.error("vision_feature_layer", f"is {fields.values['vision_feature_layer']}: only -1 is served")
-    if fields.get("projector_hidden_act", str, "gelu") != "gelu":
-        raise fields.error("projector_hidden_act", "is not 'gelu', which alone is served")
+    _check_projector(fields)
     activation = own.get("hidden_act", str, "gelu")
     if activation not in ("gelu", "silu"):
         raise own.error("hidden_act", f"is {activation!r}: served are gelu and silu")
@@ -407,9 +421,7 @@ def siglip_tower(fields: Fields) -> ModelConfig:
     text = fields.inner("text_config")
     if own.get("hidden_act", str, "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
         raise own.error("hidden_act", f"is {own.values['hidden_act']!r}: only gelu_pytorch_tanh is served")
-    hidden, heads = _size(own, "hidden_size", 768), _size(own, "num_attention_heads", 12)
-    if hidden % heads or hidden // heads % 2:
-        raise own.error("num_attention_heads", f"is {heads}: they must divide {hidden} features into even parts")
+    hidden, heads = _even_heads(own, 768, 12)
     size = _size(own, "patch_size", 16, 1024)
     side, tokens = _size(own, "image_size", 224) // size, _size(fields, "mm_tokens_per_image", 256)
     across = math.isqrt(tokens)
@@ -470,16 +482,13 @@ def clip_tower(fields: Fields, architecture: str) -> ModelConfig:
     if own.get("model_type", str, "clip_vision_model") != "clip_vision_model":
         raise own.error("model_type", f"is {own.values['model_type']!r}: served are 'clip_vision_model' and, of LLaVA, "
                                       "'pixtral'")
-    if fields.get("projector_hidden_act", str, "gelu") != "gelu":
-        raise fields.error("projector_hidden_act", "is not 'gelu', which alone is served")
+    _check_projector(fields)
     if fields.get("vision_feature_select_strategy", str, "default") != "default":
         raise fields.error("vision_feature_select_strategy", "is not 'default', which alone is served with CLIP")
     activation = own.get("hidden_act", str, "quick_gelu")
     if activation not in ("quick_gelu", "gelu"):
         raise own.error("hidden_act", f"is {activation!r}: served are quick_gelu and gelu")
-    hidden, heads = _size(own, "hidden_size", 1024), _size(own, "num_attention_heads", 16)
-    if hidden % heads or hidden // heads % 2:
-        raise own.error("num_attention_heads", f"is {heads}: they must divide {hidden} features into even parts")
+    hidden, heads = _even_heads(own, 1024, 16)
     layers, kept = _size(own, "num_hidden_layers", 24, MAX_LAYERS), fields.values.get("vision_feature_layer", -2)
     if not isinstance(kept, int) or not -layers <= kept <= layers or kept == 0:
         raise fields.error("vision_feature_layer", f"is {kept!r}: expected one layer of {layers}, such as -2")
