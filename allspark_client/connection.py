@@ -74,6 +74,8 @@ class Member:
         self._tells_prefixes = True
         #: prompt tokens that this client has sent since `models` last asked the server
         self.sent_work = 0
+        #: a number that grows with each request of this client that a server gets: that of this one's last request
+        self.last_request = 0
         #: whether the server is draining, as of the last answer to `models`
         self.draining = False
         self._closed = False

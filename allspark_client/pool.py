@@ -67,6 +67,7 @@ class Pool:
         self.closing = threading.Event()
         self._owner = os.getpid()
         self._prefixes = PrefixMemory()
+        self._requests = itertools.count(1)
 
     def connect(self, addresses: list[str], tls: TlsConfig | None, token: str | None, on_lost: OnLost) -> None:
         """Connect to these groups, and follow those that come and go.
@@ -262,6 +263,7 @@ class Pool:
     def note_choice(self, spec: RequestSpec, member: Member) -> None:
         """Remember that a member gets this request: its prompt's prefixes will be cached there."""
         if len(self.members) > 1:
+            member.last_request = next(self._requests)
             prompt = beginnings(spec)
             familiar, saved = self._prefixes.find(prompt)
             if prompt:
@@ -290,7 +292,8 @@ class Pool:
         """Members in the order in which a new request should try them.
 
         Members that run the model and take new requests come first, then those that load it on demand; among these, the
-        one with the least work left. A prompt's prefix that a member has computed before counts as no work there.
+        one with the least work left, and of equal ones that which this client has not sent a request for longest. A
+        prompt's prefix that a member has computed before counts as no work there.
         """
         members = self.members
         if len(members) == 1:
@@ -300,7 +303,8 @@ class Pool:
         for member in members:
             self._learn_prefixes(member)
         familiar, saved = self._prefixes.find(prompt)
-        for order, member in enumerate(members):
+        for member in members:
+            order = member.last_request
             if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
                 member.reconnect_soon()
                 ranked.append((_UNREACHED, 0, order, member))

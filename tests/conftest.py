@@ -24,6 +24,7 @@ os.environ.setdefault("ALLSPARK_CPU_COSTS", "off")
 
 from allspark_client import AbstractEngine
 from allspark_server.engine import threads
+from support import seed  # noqa: F401  before processes of pytest-xdist start, which inherit it
 from support.tiny_tokenizer import add_tokenizer
 
 threads.enabled = True  # before the modules that check their threads are imported

@@ -97,3 +97,13 @@ def test_a_server_that_has_started_anew_is_forgotten(tmp_path):
         member._prefixes = "another", 7
         client._pool._learn_prefixes(member)
         assert not client._pool._prefixes._members
+
+
+def test_idle_members_take_turns(tmp_path):
+    """Requests that come one at a time find all members idle."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(serving(f"unix:{tmp_path}/{i}", FakeEngine())) for i in range(3)]
+        client = stack.enter_context(ClientEngine([address for _, address in servers]))
+        for i in range(6):
+            list(client.start_request("m", {"input_ids": [i + 1] * 8}, {"max_new_tokens": 2, "eos_token_id": -1})[2])
+        assert [len(engine.submitted) for engine, _ in servers] == [2, 2, 2]

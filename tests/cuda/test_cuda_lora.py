@@ -4,8 +4,6 @@ are independent of other rows.
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
@@ -13,10 +11,10 @@ from reference.expert_toys import ADAPTER_GATES, MOST_RANK, AdaptedExperts
 from reference.plan import SAMPLE
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
 from support.gpu_toys import FLOAT16_FACTOR, compiled
+from support.seed import SEED
 
 pytestmark = pytest.mark.cuda
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 VOCAB, MOST = 53, 40
 EXACT, ROUNDED = 2e-5, 8e-2  # relative to the values' root mean square; where values are rounded to bfloat16
 LENGTHS, WHICH = (1, 30, 45, 1, 17, 2), (0, -1, 1, 0, -1, 1)  # prompts of one step, and their adapters

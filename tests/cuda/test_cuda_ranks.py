@@ -4,7 +4,6 @@ rank. Ranks that are threads of this process need a GPU each; processes share th
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -18,9 +17,9 @@ from allspark_server.runtime.device import SHARED_GPUS
 from allspark_server.runtime.plan import SamplingParams
 from support.driver import Driver, shared_memories, together
 from support.gpu_toys import DTYPES16, FLOAT16_MAX, executor, rounded
+from support.seed import SEED
 
 pytestmark = pytest.mark.cuda
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 VOCAB = 512
 
 

@@ -5,7 +5,6 @@ passed them; and the ops of families with such layers.
 from __future__ import annotations
 
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ from allspark_server.runtime.plan import StepPlan
 from reference.plan import SAMPLE
 from reference.toy import Toy, item, plan, spans_for, start
 from support.gpu_toys import compiled
+from support.seed import SEED
 
 pytestmark = pytest.mark.cuda
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 VOCAB = 53
 FULL, FIRST, SECOND = ("full", 0), ("sliding", 20), ("sliding", 300)
 CACHES = [("float32", 1e-4), ("bfloat16", 5e-2), ("float16", 5e-2 / 8), ("int8", 0.1), ("uint4", 0.7), ("float8", 0.4)]

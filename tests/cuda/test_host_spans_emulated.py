@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import subprocess
 import sysconfig
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import NATIVE
-
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(31)))
+from support.seed import SEED
 
 
 @pytest.mark.slow

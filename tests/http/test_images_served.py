@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 from types import SimpleNamespace
 
 import httpx
@@ -27,13 +25,13 @@ from support.http_helpers import http_server_for, refusal
 from support.images import noise
 from support.pictures import base64_of, data_url, encoded, pixels
 from support.processes import ranks_of
+from support.seed import SEED
 from support.units import GPUS
 from support.vision import PAD, checkpoint
 
 pytestmark = pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 MODEL = "qwen3-vl"
 COUNT = 16
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 GREEDY = {"model": MODEL, "temperature": 0}
 CLAUDE = {"model": MODEL, "extra_body": {"temperature": 0}}     # newer clients have no such argument
 ALWAYS = {"do_sample": False, "max_new_tokens": COUNT}

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import secrets
 import subprocess
 import sys
 
@@ -15,9 +14,9 @@ from transformers.image_transforms import convert_to_rgb
 
 from allspark_server.images.decoder import Decoder
 from support.images import encoded, noise
+from support.seed import SEED
 from support.waiting import wait_for
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 HIGH = 300  # more rows than are converted at a time
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 import subprocess
 
 import numpy as np
@@ -13,8 +12,8 @@ from allspark_client import AllSparkError
 from allspark_client.images import Video
 from support.images import EncodedFile, add_image_tokens, encoded, noise, processor_of
 from support.paths import ROOT
+from support.seed import SEED
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 SIZES = [(1, 1), (1, 150), (150, 1), (1, 300), (27, 29), (29, 27), (56, 56), (64, 96), (2000, 31), (31, 2000),
          (640, 480), (1023, 1025), (4000, 3000)]
 QWEN = {"model_type": "qwen3_vl", "image_token_id": 7, "vision_config": {}}

@@ -1,8 +1,6 @@
 """Hostile files: each is decoded, or refused with an error that says why, in bounded time and memory."""
 
-import os
 import resource
-import secrets
 
 import numpy as np
 import psutil
@@ -15,8 +13,8 @@ from allspark_server.images import decoder as decoding
 from fuzz.bodies import peak_mib
 from support.hostile_images import BOMB, chunk, crafted, fuzzed, many_scans, png, zeros
 from support.images import EncodedFile, encoded, noise, processor_of
+from support.seed import SEED
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 GEMMA4 = {"model_type": "gemma4", "vision_config": {}}      # takes images of all sizes
 
 

@@ -1,8 +1,6 @@
 """Image processors against those of transformers: sizes, order of patches and normalization exactly."""
 
 import functools
-import os
-import secrets
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,8 +21,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from allspark_client import AllSparkError
 from support.images import SIZES, EncodedFile, add_image_tokens, encoded, noise, processor_of, resize_as_torchvision
+from support.seed import SEED
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 QWEN = {"model_type": "qwen2_5_vl", "image_token_id": 7, "vision_config": {}}
 PIXTRAL = {"model_type": "llava", "image_token_index": 7, "vision_config": {"model_type": "pixtral", "patch_size": 16}}
 MISTRAL3 = {"model_type": "mistral3", "image_token_index": 7, "spatial_merge_size": 2,

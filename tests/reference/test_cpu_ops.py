@@ -4,7 +4,6 @@ new inputs in each run, and sizes that are 1, odd and prime.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,8 +17,8 @@ from reference.plan import GIVEN, LOOKUP, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
 from support.driver import shared_memories
 from support.recurrent_toys import SHAPES, SSD_SHAPES, STATE_KINDS, recurrent_model, with_conv, with_delta, with_ssd
+from support.seed import SEED
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
 VOCAB = 53
 EXACT = 2e-5  # relative to the values' root mean square

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
 from allspark_server import _native
 from reference.plan import GIVEN, PROMPT, SAMPLE
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
+
+from .seed import SEED
 
 
 def executor(threads: int = 2, ranks=None, gpu: int = 0):
@@ -66,7 +66,6 @@ def warmed(gpu, count: int = 3):
     return gpu
 
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 LENGTHS = (1, 2, 17, 33, 70)  # lengths of the prompts of a step
 VOCAB = 53
 EXACT, ROUNDED = 2e-5, 2e-2  # relative to the values' root mean square; ROUNDED: products of bfloat16

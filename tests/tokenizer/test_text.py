@@ -1,8 +1,6 @@
 """Tokenizers, chat templates (against transformers) and streaming detokenization (against decoding all at once)."""
 
 import json
-import os
-import secrets
 import threading
 import time
 from datetime import datetime
@@ -15,9 +13,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from allspark_server.limited_process import LimitedProcess
 from allspark_server.tokenizer import templates
 from allspark_server.tokenizer.tokenizer import Tokenizer
+from support.seed import SEED
 from support.waiting import wait_for
 
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, don't you think? It's 12,345 o'clock.",

@@ -23,6 +23,7 @@ from allspark_client import ClientEngine
 from allspark_launch.group.background import shipped_model
 from allspark_launch.pool.members import Member, Target
 from support.fake_service import wait_until
+from support.seed import SEED
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -39,7 +40,6 @@ sys.exit(code)
 COMMAND = "import sys\nfrom allspark_launch.pool import units\nunits.RUN_DIR = sys.argv.pop(1)\n" \
           "from allspark_launch.cli import main\nsys.exit(main(sys.argv[1:]))\n"
 ANSWER = 40
-SEED = int(os.environ.get("ALLSPARK_TEST_SEED") or random.randrange(1 << 30))
 
 
 class Systemd:
