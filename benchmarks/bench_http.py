@@ -229,8 +229,8 @@ def against_grpc(options: argparse.Namespace) -> dict:
             "alone_first_token_later_ms": round(1e3 * statistics.median(h - g for *_, g, h in pairs), 2),
         }
 
-    with script(options.interval) as address, http_endpoint(address) as (http, _):
-        return asyncio.run(both(address, http))
+    with script(options.interval) as address, http_endpoint(address, options.workers) as (http, _):
+        return {"workers": options.workers, **asyncio.run(both(address, http))}
 
 
 def streams(options: argparse.Namespace) -> dict:
