@@ -109,9 +109,9 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def prompts(options) -> None:
     median = beside_streams(options, 0.0)
-    beside_streams(options, 1.5e3 * median)
+    beside_streams(options, 1e3 * options.target * median)
     behind_long_prompt(options, 0.0)
-    behind_long_prompt(options, 1.5e3 * median)
+    behind_long_prompt(options, 1e3 * options.target * median)
 
 
 def median_gap(streams: list[Times], count: int) -> float:
@@ -229,6 +229,8 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="w8a8")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--target", type=float, default=1.5, help="target_token_latency, of the median time between "
+                                                                  "tokens without a prompt (default: %(default)s)")
     parser.add_argument("--cache", type=int, default=96, help="MiB of the KV cache, for prefixes")
     parser.add_argument("--only", nargs="*", default=["prompts", "prefixes", "chats"])
     chosen = parser.parse_args()

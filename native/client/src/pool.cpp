@@ -235,9 +235,15 @@ int64_t Member::sent_work() const {
   return sent_work_;
 }
 
-void Member::note_sent(int64_t tokens) {
+int64_t Member::last_request() const {
+  std::lock_guard lock(mutex_);
+  return last_request_;
+}
+
+void Member::note_sent(int64_t tokens, int64_t request) {
   std::lock_guard lock(mutex_);
   sent_work_ += tokens;
+  last_request_ = request;
 }
 
 void Member::close() {

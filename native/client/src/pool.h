@@ -78,7 +78,9 @@ class Member {
   bool draining() const;
   // Prompt tokens that this client has sent since `models` last asked the server, about.
   int64_t sent_work() const;
-  void note_sent(int64_t tokens);
+  // The number of the client's last request that this member got.
+  int64_t last_request() const;
+  void note_sent(int64_t tokens, int64_t request);
 
   void close();
   void join();
@@ -101,6 +103,7 @@ class Member {
   std::optional<Clock::time_point> models_time_;
   bool draining_ = false;
   int64_t sent_work_ = 0;
+  int64_t last_request_ = 0;
 };
 
 }  // namespace allspark::client::internal
