@@ -469,6 +469,7 @@ def requirements() -> dict:
     test = [
         "pytest>=7.4",
         "pytest-timeout>=2.2",
+        "pytest-xdist>=3.6",
         "scipy>=1.10",
         "torch==2.13.0",
         "transformers>=5.20",
