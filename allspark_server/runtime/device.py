@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from allspark_client.config import UNQUANTIZED, AsModelConfig
@@ -258,9 +258,7 @@ class Gpu(Device):
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
     missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions",
-                                             "pool_rows": "attention in both directions",
-                                             "position_embedding": "a table of positions",
-                                             "clamp": "limits of values"}
+                                             "pool_rows": "attention in both directions"}
     classifies = False
     for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
     tower_rate = 2e13
@@ -302,14 +300,6 @@ class Gpu(Device):
             missing.append(f"a cache of type {cache_dtype}")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
-
-    def missing(self, graph: Graph) -> str | None:
-        """See `Device.missing`."""
-        if len({op.attrs["head_dim"] for op in graph.ops if op.type == "span_attention"}) > 1:
-            return "heads of several sizes"
-        if any(op.type == "scale" and op.weights for op in graph.ops):
-            return "factors from the checkpoint"
-        return super().missing(graph)
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str, whole: bool = False) -> int:
         """See `Device.span_bytes`."""
@@ -380,7 +370,7 @@ class Gpu(Device):
         split = 0 if model.graph.whole_texts else self._split_bytes(model)
         partials = split * self._library.most_kv_splits(config.engine_max_batch, config.engine_max_length, split)
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
-        rotary = rows * net.head_dim * 4
+        rotary = 4 * rows * sum(int(op.attrs["rotary_dim"]) for op in model.graph.ops if op.type == "rotary_table")
         dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED
         shared = max((self._library.exchange_bytes(
             model.world, rows_of(model.graph, row_set, rows, outputs), width, dtype, outputs, net.vocab_size,
@@ -394,10 +384,11 @@ class Gpu(Device):
 
     def _split_bytes(self, model: RankModel) -> int:
         """Bytes of the partial results of one KV split, of all heads."""
-        net, graph = model.graph.config, model.graph
+        graph = model.graph
         latent = next((op for op in graph.ops if op.type == "latent_attention"), None)
         if latent is None:
-            return self._library.partial_bytes(net.head_dim) * net.num_kv_heads
+            return max((self._library.partial_bytes(dim) * -(-width // dim) for dim, width in kept_heads(model)),
+                       default=0)
         dim = int(latent.attrs["latent_dim"])
         heads = graph.tensors[latent.outputs[0]].width_of(model.rank, model.world) // dim
         return self._library.partial_bytes(dim) * self._library.latent_head_tiles(heads)
@@ -449,6 +440,14 @@ def given_width(model: RankModel) -> int:
         elif op.type == "add_given":
             widths.append(int(op.attrs.get("offset", 0)) + graph.tensors[op.inputs[0]].width_of(0, 1))
     return max(widths)
+
+
+def kept_heads(model: RankModel) -> Iterator[tuple[int, int]]:
+    """Of each attention that keeps keys and values: the size of a head, and the columns of this rank's keys."""
+    for op in model.graph.ops:
+        blocks = model.graph.tensors[op.inputs[0]].blocks if op.type == "span_attention" else ()
+        if len(blocks) > 1:
+            yield int(op.attrs["head_dim"]), blocks[1].width_of(model.rank, model.world)
 
 
 def kept_bytes(model: RankModel, rows: int) -> int:

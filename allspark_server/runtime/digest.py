@@ -218,11 +218,13 @@ def gpu_digests(index: int) -> dict[str, str]:
     found["latent"] = run(latent("float32", 0, "float32", empty), (3, 63, 130), groups=2)
     found["latent mma"] = run(latent("bfloat16", 0, "bfloat16", empty, (64, 512)), (3, 63, 290), groups=2)
     found |= {f"cache {cache}": run(decoder("bfloat16", 0, cache, empty=empty), (LONG,)) for cache in UNQUANTIZED}
-    found |= {f"tower {dtype}": run_tower(tower(dtype, 0, dtype, empty, on_gpu=True)) for dtype in UNQUANTIZED}
-    found |= {f"tower {function}": run_tower(tower("bfloat16", 0, "bfloat16", empty, function, on_gpu=True))
+    found |= {f"heads {dtype} {large}": run(several_heads(dtype, 0, dtype, empty, large), (3, 63, 290), groups=2)
+              for dtype, large in (("float32", 40), ("bfloat16", 128), ("bfloat16", 512))}
+    found |= {f"tower {dtype}": run_tower(tower(dtype, 0, dtype, empty, positions=40)) for dtype in UNQUANTIZED}
+    found |= {f"tower {function}": run_tower(tower("bfloat16", 0, "bfloat16", empty, function))
               for function in ("gelu", "gelu_tanh", "silu")}
     found |= {f"seeing {dtype} {interleaved}":
-              run_seeing(seeing(dtype, 0, dtype, interleaved, empty, on_gpu=True), together=not interleaved)
+              run_seeing(seeing(dtype, 0, dtype, interleaved, empty), together=not interleaved)
               for dtype in UNQUANTIZED for interleaved in (False, True)}
     parts, norm = fixed_values((3, 5, 200), 1), fixed_values((200,), 3)
     for dtype in UNQUANTIZED:

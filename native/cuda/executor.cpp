@@ -119,20 +119,21 @@ void CudaExecutor::make_decoder() {
   decoder_.emplace(*runner_, std::move(drafter), host_spans_.get(), slot_limits_);
 }
 
-std::vector<LayerCache> CudaExecutor::layers() const {
+std::vector<SpanRange> CudaExecutor::spans() const {
   if (!runner_) return {};
-  std::vector<LayerCache> all = runner_->layers();
+  std::vector<SpanRange> all = runner_->spans();
   for (const auto& draft : drafts_)
-    all.insert(all.end(), draft->runner_->layers().begin(), draft->runner_->layers().end());
+    all.insert(all.end(), draft->runner_->spans().begin(), draft->runner_->spans().end());
   return all;
 }
 
 void CudaExecutor::allocate_host_cache(int spans, int file, size_t offset) {
   if (!runner_) throw std::invalid_argument("allocate() before allocate_host_cache()");
   if (file < 0) {
-    host_spans_ = std::make_unique<HostSpans>(device_, layers(), slot_limits_.num_spans, spans);
+    host_spans_ = std::make_unique<HostSpans>(device_, this->spans(), slot_limits_.num_spans, spans);
   } else {
-    auto spans_of_file = std::make_unique<FileSpans>(device_, layers(), slot_limits_.num_spans, spans, file, offset);
+    auto spans_of_file =
+        std::make_unique<FileSpans>(device_, this->spans(), slot_limits_.num_spans, spans, file, offset);
     file_spans_ = spans_of_file.get();
     host_spans_ = std::move(spans_of_file);
   }

@@ -51,7 +51,7 @@ class CudaExecutor : public Model {
   // Adds a host cache, after allocate() and before any step. file: -1 for pinned memory; see SpanRecords.
   void allocate_host_cache(int spans, int file, size_t offset);
   std::pair<std::vector<SpanCopy>, int> verify_host_cache() const;  // of a file
-  size_t host_cache_bytes(int spans) const { return SpanRecords::bytes_for(span_pieces(layers()), spans); }
+  size_t host_cache_bytes(int spans) const { return SpanRecords::bytes_for(span_pieces(this->spans()), spans); }
   // After allocate(), between steps: unload() moves the weights to pinned host memory, and load() moves them back. The
   // cache's content is lost. A second call does nothing. Both throw std::runtime_error, and change nothing, if memory
   // runs out.
@@ -88,7 +88,7 @@ class CudaExecutor : public Model {
                  bool adds, const std::string& way, float* y, float* normed);
 
  private:
-  std::vector<LayerCache> layers() const;  // of this model and of its drafts'
+  std::vector<SpanRange> spans() const;  // of this model and of its drafts
   void make_decoder();
   void check_loaded() const;
 

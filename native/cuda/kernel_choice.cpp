@@ -240,6 +240,8 @@ bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down) {
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool biased) {
   const bool has_mma = type != CacheType::f32 && (dim == 64 || (dim == 80 && type == CacheType::dtype16) || dim == 96 ||
                                                   dim == 128 || (dim == 256 && kPrefillShared256 <= chip.shared_bytes));
+  if (dim == kLargestHead && type == CacheType::dtype16 && kLargeShared <= chip.shared_bytes)
+    return {AttentionAlgo::mma, AttentionAlgo::mma, false};
   const bool has_wgmma = is_hopper(chip) && type == CacheType::dtype16 && (dim == 64 || dim == 128) && !biased;
   AttentionChoice choice;
   choice.prefill = has_wgmma ? AttentionAlgo::wgmma : has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;

@@ -36,7 +36,7 @@ class CudaRunner : public QueuedRunner {
   bool done() const override;
   RunOutput finish(const Batch& batch) override;
   size_t cache_bytes() const { return workspace_.cache_bytes(); }
-  const std::vector<LayerCache>& layers() const { return workspace_.layers; }
+  const std::vector<SpanRange>& spans() const { return workspace_.spans; }
   // unload() frees the large buffers; load() allocates them again, zeroed. No work on the device may use them; recorded
   // graphs stay. load() throws std::runtime_error, and changes nothing, if memory runs out.
   void unload() { workspace_.give_back(); }

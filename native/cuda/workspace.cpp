@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <set>
 #include <stdexcept>
 
 #include "batch/draft_head.h"
@@ -28,6 +29,11 @@ static RowNeeds needs_of(const Program& program, const Limits& limits) {
     if (op.is(Op::rotary_table))
       needs.places |= op.integer("temporal") + op.integer("height") + op.integer("width") > 0;
     if (op.is(Op::grid_embedding)) needs.places = true;
+    if (op.is(Op::position_embedding) && op.weights.size() > 1) {
+      if (needs.separator >= 0 && needs.separator != op.integer("separator"))
+        refuse("ops position_embedding with several separators");
+      needs.separator = op.integer("separator");
+    }
     if (op.is(Op::keep_hidden)) needs.keeps = true;
     if (op.is(Op::kept_hidden)) needs.takes = true;
     if (op.is(Op::causal_conv) || op.is(Op::gated_delta) || op.is(Op::ssd)) needs.states = true;
@@ -35,12 +41,29 @@ static RowNeeds needs_of(const Program& program, const Limits& limits) {
     needs.whole |= op.flag("bidirectional"), needs.segments |= op.flag("segments"), needs.images |= op.flag("images");
   }
   if (needs.whole && needs.images) refuse("op span_attention of images beside one in both directions");
+  if (needs.separator >= 0 && !needs.whole)
+    refuse("op position_embedding with a table of segments beside attention in one direction");
   needs.places |= needs.whole;
   return needs;
 }
 
+const OpNode& keeper_of(const Program& program, const OpNode& attention) {
+  if (attention.is(Op::latent_attention) || attention.integer("kv_heads")) return attention;
+  for (const OpNode& op : program.ops())
+    if (op.is(Op::span_attention) && op.integer("kv_heads") &&
+        op.integer("cache_group") == attention.integer("cache_group") &&
+        op.integer("layer") == attention.integer("layer"))
+      return op;
+  throw std::invalid_argument("op span_attention: no op keeps the keys and values that it reads");
+}
+
+int group_of(const Program& program, const OpNode& attention) {
+  return attention.is(Op::latent_attention) ? LatentHeads(latent_heads(program, attention)).group
+                                            : shared_heads(keeper_of(program, attention)).group;
+}
+
 // The cache of an op with attention, without memory. Throws std::invalid_argument for sizes that no kernel supports.
-static LayerCache cache_of(const Program& program, const OpNode& op, const Limits& limits) {
+static LayerCache layer_of(const Program& program, const OpNode& op, const Limits& limits) {
   const bool latent = op.is(Op::latent_attention);
   LayerCache layer{nullptr, limits.cache_type, limits.span_size, 0, 0, 0};
   layer.head_dim = op.integer(latent ? "latent_dim" : "head_dim"), layer.dtype = limits.cache_dtype;
@@ -122,8 +145,9 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
   if (needs.keeps && !needs.takes) allocate_hidden();
   data.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size,
-               TileLimits{group, kv_heads, device.sm_count(), max_kv_splits_, limits.short_chunks}, program.windows(),
-               limits.num_spans, needs);
+               TileLimits{groups.empty() ? 1 : groups.front(), groups.size() > 1 ? groups.back() : 0, kv_heads,
+                          device.sm_count(), max_kv_splits_, limits.short_chunks},
+               program.windows(), limits.num_spans, needs);
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
 }
@@ -260,36 +284,47 @@ void Workspace::allocate_scratch() {
 }
 
 void Workspace::allocate_cache() {
-  std::map<int, LayerCache> by_layer;
-  // One extra span of zeros replaces the spans that a sliding window has left. Its positions have weight zero.
-  const size_t spans = limits.num_spans + (size_t)1;
-  size_t bytes = 0, partial = 0;
-  int attentions = 0;
+  size_t partial = 0;
+  std::map<int, size_t> taken;  // bytes of a span, by cache group
+  std::set<size_t> sizes;       // of layers
+  int layers = 0;               // most of a cache group
   for (const OpNode& op : program.ops()) {
     const bool latent = op.is(Op::latent_attention);
     if (!latent && !op.is(Op::span_attention)) continue;
-    const LayerCache layer = cache_of(program, op, limits);
-    const int heads = latent ? LatentHeads(latent_heads(program, op)).group : shared_heads(op).group;
-    if (attentions++ && heads != group) refuse("layers of different numbers of query heads to a KV head");
-    group = heads;
-    if (op.is(Op::span_attention) && !op.integer("kv_heads")) refuse("op span_attention of queries without keys");
-    const auto [same, fresh] = by_layer.emplace(op.integer("layer"), layer);  // cache groups share the spans
-    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads ||
-        same->second.rope_dim != layer.rope_dim)
-      throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " +
-                                  std::to_string(op.integer("layer")) + " is of another size in another cache group");
-    if (fresh) bytes += layer.span_bytes() * spans;
+    if (const int group = group_of(program, op); std::find(groups.begin(), groups.end(), group) == groups.end())
+      groups.push_back(group);
+    if (!latent && !op.integer("kv_heads")) continue;  // it reads an earlier op's
+    const LayerCache layer = layer_of(program, op, limits);
+    const int cache_group = op.integer("cache_group"), number = op.integer("layer");
+    const auto [same, fresh] = caches_.emplace(std::pair(cache_group, number), layer);
+    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads)
+      throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " + std::to_string(number) +
+                                  " of cache group " + std::to_string(cache_group) + " is of another size before");
+    if (fresh) taken[cache_group] += layer.span_bytes(), layers = std::max(layers, number + 1);
+    sizes.insert(layer.span_bytes());
     partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
     kv_heads = std::max(kv_heads, layer.kv_heads);
   }
-  cache = Memory(bytes, "the KV cache", Memory::Where::lent);
-  char* next = cache.as();
-  for (auto& [index, layer] : by_layer) {
-    if (index != (int)layers.size())
-      throw std::invalid_argument("op of attention: layer " + std::to_string(index) + " of a model with " +
-                                  std::to_string(by_layer.size()));
-    layer.data = next, next += layer.span_bytes() * spans;
-    layers.push_back(layer);
+  if (groups.size() > 2) refuse("layers of more than two numbers of query heads to a KV head");
+  std::sort(groups.rbegin(), groups.rend());
+  // One extra span of zeros replaces the spans that a sliding window has left. Its positions have weight zero.
+  const size_t count = limits.num_spans + (size_t)1;
+  size_t bytes = 0;  // of a span
+  for (const auto& [group, size] : taken) bytes = std::max(bytes, size);
+  cache = Memory(bytes * count, "the KV cache", Memory::Where::lent);
+  // Layers of one size have their spans by themselves. Of layers of several sizes, cache groups hold unlike numbers: a
+  // span is one range of memory, its group's layers one after the other.
+  const size_t each = sizes.size() == 1 ? *sizes.begin() : 0;
+  for (int i = 0; i < (each ? layers : bytes ? 1 : 0); i++)
+    spans.push_back({cache.as() + i * each * count, each ? each : bytes});
+  taken.clear();
+  for (auto& [place, layer] : caches_) {
+    if (each && layers * each != bytes)
+      throw std::invalid_argument("op of attention: layer " + std::to_string(place.second) + " of a model with " +
+                                  std::to_string(caches_.size()));
+    size_t& offset = taken[place.first];
+    layer.data = each ? spans[place.second].data : cache.as() + offset;
+    layer.stride = each ? each : bytes, offset += layer.span_bytes();
   }
   if (needs.whole) partial = 0;  // all rows are in prefill tiles
   max_kv_splits_ = needs.whole ? 0

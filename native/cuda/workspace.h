@@ -52,6 +52,10 @@ struct SharedHeads {
   int group, first;
 };
 SharedHeads shared_heads(const OpNode& attention);
+// The op that writes the keys and values which a span_attention reads: itself, unless it has queries alone.
+const OpNode& keeper_of(const Program& program, const OpNode& attention);
+// Query heads to a KV head as kernels see them: of the tiles of query heads in latent attention.
+int group_of(const Program& program, const OpNode& attention);
 
 // The heads of a gated_delta or ssd op. Throws std::invalid_argument if the backend does not support them.
 DeltaShape delta_shape(const Program& program, const OpNode& op);
@@ -83,6 +87,12 @@ class Workspace {
   int rows_of(int row_set, const Size& size) const { return rows_of(row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
   bool samples() const { return program.ops().back().is(Op::sample); }
+  // The cache of an op with attention.
+  const LayerCache& cache_of(const OpNode& op) const {
+    return caches_.at({op.integer("cache_group"), op.integer("layer")});
+  }
+  // Whether an op's prefill tiles are those of the smaller group.
+  bool is_narrow(const OpNode& op) const { return group_of(program, op) != groups.front(); }
   // Bytes of the whole cache except the span of zeros.
   size_t cache_bytes() const { return cache.size() / (limits.num_spans + 1) * limits.num_spans; }
 
@@ -98,11 +108,12 @@ class Workspace {
   const Adapters* const adapters;
   const DType16 dtype;  // of 16-bit weights and activations
   const RowNeeds needs;
-  const int max_splits;         // KV splits of the longest possible sequence
-  std::vector<Tensor> tensors;  // of the program
-  std::vector<LayerCache> layers;
+  const int max_splits;                   // KV splits of the longest possible sequence
+  std::vector<Tensor> tensors;            // of the program
+  std::vector<SpanRange> spans;           // the cache
   std::vector<StatePages> state_pages;    // of the ops with a state, in their order
-  int group = 1, kv_heads = 1;            // query heads per KV head; most KV heads of a layer
+  std::vector<int> groups;                // of all layers (group_of()): one, or two, the larger one first
+  int kv_heads = 1;                       // most KV heads of a layer
   std::map<int, ExpertRows> expert_rows;  // by row set
   KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number
@@ -122,7 +133,8 @@ class Workspace {
   void allocate_states();
   void allocate_hidden();
 
-  int max_kv_splits_ = 0;  // of all decode tiles of a step
+  int max_kv_splits_ = 0;                             // of all decode tiles of a step
+  std::map<std::pair<int, int>, LayerCache> caches_;  // by cache group and layer; groups share the spans
   std::vector<Memory> routing_memory_;
   Memory* const lent_[7] = {&activations, &cache, &partials, &widened, &states, &delta_rows, &own_hidden};
 };

@@ -74,6 +74,92 @@ def test_grid_embedding(side):
     compare(own, Images(((2, 2), (2, 14), (8, 16))))
 
 
+@pytest.mark.parametrize("side", [1, 7, 16])
+def test_tables_of_rows_and_columns(side):
+    """Gemma 4's: places beyond a table's last row have that one."""
+    own = toy()
+    x = given(own)
+    attended_once(own, x)
+    own.op("grid_embedding", (x,), None, (own.vector(2 * side * WIDTH),), side=side, axes=True)
+    merged(own, x)
+    compare(own, Images(((2, 2), (2, 14), (8, 16))))
+
+
+@pytest.mark.parametrize("positions, offset", [(660, 0), (2000, 7)])
+def test_tables_of_positions(positions, offset):
+    own = toy()
+    x = given(own)
+    attended_once(own, x)
+    own.op("position_embedding", (x,), None, (own.vector(positions * WIDTH),), positions=positions, offset=offset)
+    merged(own, x)
+    compare(own, Images(GRIDS))
+
+
+def test_positions_beyond_a_table_have_its_last_row():
+    table, images, found = np.random.default_rng(SEED).normal(size=(700, WIDTH)), Images(GRIDS), []
+    table[8:] = table[8]
+    for positions in (9, 700):
+        own = toy()
+        x = given(own)
+        attended_once(own, x)
+        own.op("position_embedding", (x,), None, (own.vector(table[:positions].ravel()),), positions=positions)
+        merged(own, x)
+        found.append(outputs_of(built(own), images.step(range(len(GRIDS)))).tobytes())
+    assert found[0] == found[1]
+
+
+def segmented(own: Toy, x: int, separator: int) -> int:
+    tables = own.vector(700 * WIDTH), own.vector(2 * WIDTH)
+    return own.op("position_embedding", (x,), None, tables, positions=700, separator=separator)
+
+
+def test_tables_of_segments():
+    """CLIP's first row has an embedding of its own: the rows behind it follow a separator."""
+    own = toy()
+    x = given(own)
+    attended_once(own, x)
+    segmented(own, segmented(own, x, 0), 0)
+    merged(own, x)
+    compare(own, Images(GRIDS))
+
+
+def test_tables_of_segments_that_are_missing_are_named():
+    own = toy()
+    x = given(own)
+    attended_once(own, x)
+    segmented(own, segmented(own, x, 0), 1)
+    merged(own, x)
+    with pytest.raises(ValueError, match="no ops position_embedding with several separators"):
+        built(own)
+    own = toy()
+    x = own.embedding(53, WIDTH)
+    own.finish(segmented(own, x, 1))
+    with pytest.raises(ValueError, match="a table of segments beside attention in one direction"):
+        built(own)
+
+
+@pytest.mark.parametrize("low, high", [(-0.5, 1.25), (-np.inf, np.inf)])
+def test_limits_shifts_and_factors_of_values(low, high):
+    own = toy()
+    x = given(own)
+    attended_once(own, x)
+    own.op("clamp", (x,), None, (own.vector([low]), own.vector([high])))
+    own.op("standardize", (x,), None, (own.vector(WIDTH), own.vector(WIDTH)))
+    merged(own, x)
+    compare(own, Images(GRIDS))
+
+
+def test_limits_keep_what_is_no_number():
+    own, images = toy(), Images(((2, 2),))
+    x = given(own)
+    attended_once(own, x)
+    own.op("clamp", (x,), None, (own.vector([-np.inf]), own.vector([np.inf])))
+    merged(own, x)
+    images.patches[0][0, :3] = np.nan, np.inf, -np.inf
+    found = outputs_of(built(own), images.step([0]))
+    np.testing.assert_array_equal(found.reshape(-1), images.patches[0].reshape(-1))
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("width", [7, 24, 260, 1152, 2051, 6200])
 def test_layer_norm(width, form):
@@ -199,6 +285,8 @@ def seeing(form: str, dim: int, interleaved: bool = False, **attributes) -> Toy:
         own.rotary(dim, temporal=dim // 2 - 2 * (dim // 8), height=dim // 8, width=dim // 8,
                    interleaved_sections=interleaved)
     x = own.op("embedding", (), 31, (matrix(own, 53, 31, form),), rows=ALL, vocab_begin=0)
+    table = matrix(own, 53, 31, form)   # given rows have the row of an id, as in Gemma 4
+    own.op("add", (x, own.op("embedding", (), 31, (table,), rows=ALL, vocab_begin=0, given_id=5, scale=0.5)))
     for offset in () if sees else (31, 62):
         own.op("add_given", (x,), None, offset=offset)
     qkv = own.op("linear", (x,), 4 * dim, (matrix(own, 4 * dim, 31, form),))

@@ -345,6 +345,8 @@ def test_which_kernels_serve_experts_and_attention():
     assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7)) == ["mma, stores", "wgmma"]
     assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7, biased=True)) == ["mma, stores", "mma"]
     assert kernels(cuda.attention_kernels(ampere, "int8", 96, 4)) == ["mma, stores", "mma"]
+    assert kernels(cuda.attention_kernels(hopper, "bfloat16", 512, 4)) == ["mma", "mma"]
+    assert kernels(cuda.attention_kernels(hopper, "int8", 512, 4)) == ["simt", "simt"]
     assert kernels(cuda.attention_kernels(ampere, "float32", 128, 4)) == ["simt", "simt"]
     rows = [(chip, cache, latent) for chip in (hopper, ampere) for cache in ("float32", "bfloat16")
             for latent in (512, 256)]

@@ -26,7 +26,7 @@ from allspark_server import HuggingFaceModel
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
 from support.driver import Driver
 from support.invariance import bits
-from support.units import GPUS, UNIT
+from support.units import UNIT
 from support.vision import CONFIGS, END, PAD, START, TOGETHER, VIDEO, Reference, checkpoint, film, picture, placed
 
 slow = pytest.mark.slow
@@ -58,8 +58,6 @@ OTHERS = [(text(3 + 23 * i, i + 1), []) for i in range(6)]
 
 @contextlib.contextmanager
 def installed(engine, model: str, **fields) -> Iterator[str]:
-    if GPUS and model.startswith(("gemma4", "llava")):
-        pytest.skip("GPUs do not have these towers")
     name = next(_names)
     _models[name] = model
     engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **{

@@ -196,10 +196,11 @@ def test_adapters_may_change_every_projection():
         assert of_layer == {"q_proj", "k_proj", "o_proj"} | values
 
 
-def test_gpus_say_what_they_lack():
-    graph = open_model(str(checkpoint("gemma4"))).graph
-    assert Gpu.missing(object.__new__(Gpu), graph) == "heads of several sizes"
-    assert Cpus.missing(object.__new__(Cpus), graph) is None
+@pytest.mark.parametrize("name", GEMMA4)
+def test_no_device_lacks_an_op(name):
+    graph = open_model(str(checkpoint(name))).graph
+    for device in (Cpus, Gpu):
+        assert device.missing(object.__new__(device), graph) is None
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from support.vision import checkpoint, picture
 
 pytestmark = pytest.mark.skipif(SHARED, reason="ranks that are threads of a process need a GPU each")
 
-NAMES = ("qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", *(() if GPUS else ("gemma4", "gemma4-small", "llava")))
+NAMES = ("qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", "gemma4", "gemma4-small", "llava")
 CASES = ((len(GPUS), "auto"), (len(GPUS), "w8a8")) if GPUS else (
     (1, "auto"), (2, "auto"), (3, "auto"), (1, "w8a8"), (3, "w8a8"))
 

@@ -69,13 +69,14 @@ def latent(weights: str, group: int, cache: str, empty: Callable = on_cpu,
     return finished(e, x, last, logits, embedding, cache)
 
 
-def several_heads(weights: str, group: int, cache: str, empty: Callable = on_cpu) -> Any:
+def several_heads(weights: str, group: int, cache: str, empty: Callable = on_cpu, large: int = HEAD_DIM) -> Any:
     """An executor with heads of two sizes in two cache groups, normed values that are keys, and a layer that reads
-    another one's keys; factors from weights, products with some columns of a tensor, and experts with scales.
+    another one's keys; factors from weights, products with some columns of a tensor, and experts with scales. large:
+    features of the larger heads.
     """
     native, e = native_library(), empty()
     matrix, vector = weights_of(e, weights, group, iter(range(501, 600)))
-    small, large = HEAD_DIM // 2, HEAD_DIM
+    small = HEAD_DIM // 2
     x, y, qkv, context, queries, keys, joined, wide, columns, router, last, logits = (
         e.add_tensor(size, rows) for size, rows in (
             (HIDDEN, False), (HIDDEN, False), ((HEADS + 2 * KV_HEADS) * small, False), (HEADS * small, False),

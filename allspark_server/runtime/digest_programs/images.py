@@ -28,9 +28,10 @@ def _frequencies(e: Any) -> int:
 
 
 def tower(weights: str, group: int, cache: str, empty: Callable = on_cpu, function: str = "quick_gelu",
-          on_gpu: bool = False) -> Any:
+          positions: int = 0) -> Any:
     """An executor with a vision tower: a layer with attention within segments and one within images, and each way to
-    merge rows. function: its activation. on_gpu: without what GPUs lack, Gemma 4's ops.
+    merge rows. function: its activation. positions: of tables of positions and segments, which encoders have on CPUs;
+    0: none.
     """
     e = empty()
     matrix, vector = weights_of(e, weights, group, iter(range(601, 700)))
@@ -42,9 +43,11 @@ def tower(weights: str, group: int, cache: str, empty: Callable = on_cpu, functi
     e.add_op("given_rows", [], [patches], [], {})
     e.add_op("linear", [patches], [x], [matrix(HIDDEN, PATCH), vector(HIDDEN)], {})
     e.add_op("grid_embedding", [x], [], [vector(25 * HIDDEN)], {"side": 5})
-    if not on_gpu:
-        e.add_op("grid_embedding", [x], [], [vector(6 * HIDDEN)], {"side": 3, "axes": 1})
-        e.add_op("clamp", [x], [], [e.add_vector(np.array([limit], np.float32)) for limit in (-1.5, 1.25)], {})
+    e.add_op("grid_embedding", [x], [], [vector(6 * HIDDEN)], {"side": 3, "axes": 1})
+    if positions:
+        e.add_op("position_embedding", [x], [], [vector(positions * HIDDEN), vector(2 * HIDDEN)],
+                 {"positions": positions, "offset": 1, "separator": 0})
+    e.add_op("clamp", [x], [], [e.add_vector(np.array([limit], np.float32)) for limit in (-1.5, 1.25)], {})
     for segments in (1, 0):
         e.add_op("layer_norm", [x], [normed], [vector(HIDDEN, 1), vector(HIDDEN)], {"eps": 1e-6})
         e.add_op("linear", [normed], [qkv], [matrix(_COLUMNS, HIDDEN), vector(_COLUMNS)], {})
@@ -63,17 +66,15 @@ def tower(weights: str, group: int, cache: str, empty: Callable = on_cpu, functi
         e.add_op("merge_rows", [x], [wide], [], {"count": MERGE, "how": how})
         e.add_op("linear", [wide], [narrow], [matrix(HIDDEN, MERGE * HIDDEN)], {})
         e.add_op("add", [total, narrow], [total], [], {})
-    if not on_gpu:
-        e.add_op("standardize", [total], [], [vector(HIDDEN), vector(HIDDEN, 1)], {})
+    e.add_op("standardize", [total], [], [vector(HIDDEN), vector(HIDDEN, 1)], {})
     e.add_op("hidden_states", [total], [], [], {})
     e.allocate(512, len(SAMPLINGS), 512, SPAN, 64, cache, max_outputs=128)
     return e
 
 
-def seeing(weights: str, group: int, cache: str, interleaved: bool, empty: Callable = on_cpu,
-           on_gpu: bool = False) -> Any:
+def seeing(weights: str, group: int, cache: str, interleaved: bool, empty: Callable = on_cpu) -> Any:
     """An executor with a model whose prompts have images. interleaved: sections of rotary positions alternate; else
-    they follow one another, and the rows of an image see each other. on_gpu: see `tower`.
+    they follow one another, and the rows of an image see each other.
     """
     e = empty()
     matrix, vector = weights_of(e, weights, group, iter(range(701, 800)))
@@ -83,9 +84,8 @@ def seeing(weights: str, group: int, cache: str, interleaved: bool, empty: Calla
     e.add_op("rotary_table", [], [], [_frequencies(e)], {
         "rotary_dim": HEAD_DIM, "temporal": 8, "height": 7, "width": 5, "interleaved_sections": int(interleaved)})
     e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
-    if not on_gpu:
-        e.add_op("embedding", [], [y], [embedding], {"vocab_begin": 0, "given_id": 3})
-        e.add_op("add", [x, y], [x], [], {})
+    e.add_op("embedding", [], [y], [embedding], {"vocab_begin": 0, "given_id": 3})
+    e.add_op("add", [x, y], [x], [], {})
     for offset in (0, HIDDEN):
         e.add_op("linear", [x], [qkv], [matrix(_COLUMNS, HIDDEN), vector(_COLUMNS)], {})
         e.add_op("rope", [qkv], [], [], {"offset": 0, "heads": HEADS + KV_HEADS, "head_dim": HEAD_DIM})

@@ -18,9 +18,9 @@ void fill_noise(void* data, size_t bytes, DType16 dtype, float size, uint64_t se
 }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) { bf16::pair_rows(from, to, queue); }
 
-void embed(const Matrix& table, const int* tokens, const Argmax* sampled, int rows, int vocab_begin, float scale,
-           const Rows& out, const Queue& queue) {
-  AS_CALL(table.dtype, embed, table, tokens, sampled, rows, vocab_begin, scale, out, queue);
+void embed(const Matrix& table, const TokenRows& tokens, int rows, int vocab_begin, float scale, const Rows& out,
+           const Queue& queue) {
+  AS_CALL(table.dtype, embed, table, tokens, rows, vocab_begin, scale, out, queue);
 }
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, rms_norm, x, norm, rows, out, queue);

@@ -11,8 +11,8 @@
 namespace as::cuda {
 namespace {
 
-size_t span_bytes(const std::vector<LayerCache>& layers) {
-  const std::vector<size_t> pieces = span_pieces(layers);
+size_t span_bytes(const std::vector<SpanRange>& ranges) {
+  const std::vector<size_t> pieces = span_pieces(ranges);
   return std::accumulate(pieces.begin(), pieces.end(), (size_t)0);
 }
 
@@ -24,9 +24,9 @@ void check_spans(int spans) {
 size_t most_copies(int cache_spans, int spans) { return (size_t)spans + cache_spans; }
 
 // Spans of one of the four parts of a file's buffer: enough to keep the link busy, and at most 64 MiB.
-int spans_of_chunk(const std::vector<LayerCache>& layers, int spans) {
+int spans_of_chunk(const std::vector<SpanRange>& ranges, int spans) {
   constexpr size_t kBytes = 64 << 20, kMost = 32;
-  return (int)std::clamp<size_t>(kBytes / std::max<size_t>(1, span_bytes(layers)), 1, std::min<size_t>(spans, kMost));
+  return (int)std::clamp<size_t>(kBytes / std::max<size_t>(1, span_bytes(ranges)), 1, std::min<size_t>(spans, kMost));
 }
 
 [[noreturn]] void fail_other(int span) {
@@ -47,21 +47,21 @@ class Watch {
 
 }  // namespace
 
-std::vector<size_t> span_pieces(const std::vector<LayerCache>& layers) {
+std::vector<size_t> span_pieces(const std::vector<SpanRange>& ranges) {
   std::vector<size_t> pieces;
-  for (const LayerCache& layer : layers) pieces.push_back(layer.span_bytes());
+  for (const SpanRange& range : ranges) pieces.push_back(range.bytes);
   return pieces;
 }
 
-SpanQueue::SpanQueue(const Device& device, const std::vector<LayerCache>& layers, int spans, size_t most)
-    : device_(device), layers_((int)layers.size()), span_bytes_(cuda::span_bytes(layers)) {
+SpanQueue::SpanQueue(const Device& device, const std::vector<SpanRange>& ranges, int spans, size_t most)
+    : device_(device), ranges_((int)ranges.size()), span_bytes_(cuda::span_bytes(ranges)) {
   device.use();
   memory_ = Memory(spans * span_bytes_, "the host cache", Memory::Where::host);
   std::vector<SpanPart> parts;
   size_t at = 0;
-  for (const LayerCache& layer : layers) {
-    parts.push_back({layer.data, memory_.as() + at, layer.span_bytes(), span_bytes_});
-    at += layer.span_bytes(), largest_ = std::max(largest_, layer.span_bytes());
+  for (const SpanRange& range : ranges) {
+    parts.push_back({range.data, memory_.as() + at, range.bytes, span_bytes_});
+    at += range.bytes, largest_ = std::max(largest_, range.bytes);
   }
   parts_ = Memory(parts.size() * sizeof(SpanPart), "the parts of a span");
   check(cudaMemcpy(parts_.as(), parts.data(), parts_.size(), cudaMemcpyHostToDevice), "copying the parts of a span");
@@ -104,12 +104,12 @@ void SpanQueue::add(const std::vector<SpanPair>& pairs, bool saves) {
   SpanPair* to = copies_.as<SpanPair>() + queued_;
   check(cudaMemcpyAsync(to, from, pairs.size() * sizeof(SpanPair), cudaMemcpyHostToDevice, device_.stream()),
         "copying spans");
-  copy_spans(parts_.as<SpanPart>(), layers_, largest_, to, (int)pairs.size(), saves, device_.queue());
+  copy_spans(parts_.as<SpanPart>(), ranges_, largest_, to, (int)pairs.size(), saves, device_.queue());
   queued_ += pairs.size();
 }
 
-HostSpans::HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans)
-    : keys_((check_spans(spans), spans)), queue_(device, layers, spans, most_copies(cache_spans, spans)) {}
+HostSpans::HostSpans(const Device& device, const std::vector<SpanRange>& ranges, int cache_spans, int spans)
+    : keys_((check_spans(spans), spans)), queue_(device, ranges, spans, most_copies(cache_spans, spans)) {}
 
 void HostSpans::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) {
   for (const SpanCopy& copy : saved) keys_[copy.host] = copy.key;
@@ -126,12 +126,12 @@ void HostSpans::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanC
   queue_.end();
 }
 
-FileSpans::FileSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans, int file,
+FileSpans::FileSpans(const Device& device, const std::vector<SpanRange>& ranges, int cache_spans, int spans, int file,
                      size_t offset)
-    : records_(span_pieces(layers), (check_spans(spans), spans), file, offset),
-      span_bytes_(cuda::span_bytes(layers)),
-      chunk_(spans_of_chunk(layers, spans)),
-      queue_(device, layers, 4 * chunk_, most_copies(cache_spans, spans)) {}
+    : records_(span_pieces(ranges), (check_spans(spans), spans), file, offset),
+      span_bytes_(cuda::span_bytes(ranges)),
+      chunk_(spans_of_chunk(ranges, spans)),
+      queue_(device, ranges, 4 * chunk_, most_copies(cache_spans, spans)) {}
 
 template <typename Work>
 void FileSpans::share(int count, const Work& work) const {

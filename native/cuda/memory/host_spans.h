@@ -14,8 +14,9 @@ namespace as::cuda {
 // Queues copies between the caches and spans of pinned memory. One step may still be copied when the next is queued.
 class SpanQueue {
  public:
-  // layers: caches. spans: of the pinned memory. most: copies of a step. The device and the caches must outlive this.
-  SpanQueue(const Device& device, const std::vector<LayerCache>& layers, int spans, size_t most);
+  // ranges: of the caches. spans: of the pinned memory. most: copies of a step. The device and the caches must outlive
+  // this.
+  SpanQueue(const Device& device, const std::vector<SpanRange>& ranges, int spans, size_t most);
   ~SpanQueue();
 
   char* span(int index) const { return memory_.as() + index * span_bytes_; }
@@ -33,9 +34,9 @@ class SpanQueue {
     cudaEvent_t began, ended;
   };
   const Device& device_;
-  const int layers_;
+  const int ranges_;
   const size_t span_bytes_;
-  size_t largest_ = 0;  // bytes of the largest layer's part of a span
+  size_t largest_ = 0;  // bytes of the largest range's part of a span
   Memory memory_, parts_, copies_;
   Turn turns_[2];
   int turn_ = 0, under_way_ = 0;  // the latest step's; steps that are not finished
@@ -45,8 +46,8 @@ class SpanQueue {
 // In pinned memory.
 class HostSpans : public SpanStore {
  public:
-  // cache_spans: of each layer's cache.
-  HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans);
+  // cache_spans: of each range.
+  HostSpans(const Device& device, const std::vector<SpanRange>& ranges, int cache_spans, int spans);
 
   int spans() const override { return (int)keys_.size(); }
   // Queues the copies.
@@ -64,7 +65,7 @@ class HostSpans : public SpanStore {
 class FileSpans : public SpanStore {
  public:
   // file: see SpanRecords.
-  FileSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans, int file,
+  FileSpans(const Device& device, const std::vector<SpanRange>& ranges, int cache_spans, int spans, int file,
             size_t offset);
 
   int spans() const override { return records_.spans(); }
@@ -97,6 +98,6 @@ class FileSpans : public SpanStore {
 };
 
 // Bytes of each layer's part of a span.
-std::vector<size_t> span_pieces(const std::vector<LayerCache>& layers);
+std::vector<size_t> span_pieces(const std::vector<SpanRange>& ranges);
 
 }  // namespace as::cuda

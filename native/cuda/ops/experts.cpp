@@ -90,10 +90,12 @@ int bind_router(Binding& b, size_t i, bool logits) {
   const Tensor x = b.in(op), y = b.out(op);
   const auto found = b.workspace.expert_rows.find(y.row_set);
   if (found == b.workspace.expert_rows.end()) refuse("router of rows that no expert_linear takes");
-  if (op.flag("expert_scales")) refuse("op router with expert_scales");
   const Routing routing = found->second.routing;
   Router router;
-  router.experts = x.rows.width, router.correction = b.vector(op, 0);
+  const int vectors = (int)op.weights.size(), scales = op.flag("expert_scales");
+  router.experts = x.rows.width;
+  if (scales) router.expert_scales = b.vector(op, vectors - 1);
+  if (vectors > scales) router.correction = b.vector(op, 0);
   router.sigmoid = std::string(op.choice("scores")) == "sigmoid", router.normalized = op.flag("normalized");
   router.scale = (float)op.number("scale");
   router.groups = op.integer("groups"), router.top_groups = op.integer("top_groups");

@@ -1,4 +1,6 @@
 // keep_hidden: copies rows to the places that the batch names. kept_hidden: from there. concat. spread_columns.
+#include <array>
+
 #include "cuda/kernels/norm/hidden_rows.h"
 #include "cuda/ops/ops.h"
 
@@ -21,9 +23,11 @@ int bind_kept_hidden(Binding& b, size_t i) {
 
 int bind_concat(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
-  if (op.inputs.size() > 2) refuse("op concat of three tensors");
-  b.add_launch(b.in(op).row_set, [x = b.in(op), other = b.in(op, 1), y = b.out(op), queue = b.queue](int rows) {
-    concat(x.values(), x.rows.width, other.values(), other.rows.width, rows, y.values(), queue);
+  std::array<Columns, 3> parts{};
+  for (size_t part = 0; part < op.inputs.size(); part++)
+    parts[part] = {b.in(op, (int)part).values(), b.in(op, (int)part).rows.width};
+  b.add_launch(b.in(op).row_set, [=, y = b.out(op), queue = b.queue](int rows) {
+    concat(parts[0], parts[1], parts[2], rows, y.values(), queue);
   });
   return 0;
 }

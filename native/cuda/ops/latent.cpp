@@ -11,7 +11,7 @@ int bind_latent_attention(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   Workspace& ws = b.workspace;
   Attention a;
-  a.cache = ws.layers.at(op.integer("layer")), a.group = ws.group, a.queries = latent_heads(ws.program, op);
+  a.cache = ws.cache_of(op), a.group = group_of(ws.program, op), a.queries = latent_heads(ws.program, op);
   a.scale = (float)op.number("scale");
   a.qkv = b.in(op).values(), a.width = b.in(op).rows.width, a.out = b.out(op).rows;
   a.rotated = b.in(op, 1).values(), a.rotated_width = b.in(op, 1).rows.width, a.kept = b.in(op, 2).values();

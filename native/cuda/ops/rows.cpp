@@ -15,17 +15,21 @@ namespace {
 int bind_embedding(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   const Rows y = partial_of(b, i).value_or(b.out(op).rows);
+  const StepData* data = &*b.workspace.data;
+  TokenRows tokens;
+  tokens.tokens = data->tokens(), tokens.sampled = b.workspace.argmax.as<Argmax>();
+  if (b.workspace.needs.given && op.integer("given_id") >= 0)
+    tokens.numbers = data->given().numbers, tokens.given_id = op.integer("given_id");
   b.add_launch(kAllRows,
                [=, table = b.matrix(op), begin = op.integer("vocab_begin"), factor = (float)op.number("scale"),
-                data = &*b.workspace.data, sampled = b.workspace.argmax.as<Argmax>(),
-                queue = b.queue](int rows) { embed(table, data->tokens(), sampled, rows, begin, factor, y, queue); });
+                queue = b.queue](int rows) { embed(table, tokens, rows, begin, factor, y, queue); });
   return 0;
 }
 
-// Rows that the plan gives replace those of the table.
+// Rows that the plan gives replace those of the table, unless they have the row of an id.
 int bind_embedding_and_given(Binding& b, size_t i) {
   bind_embedding(b, i);
-  if (!b.workspace.needs.given) return 0;
+  if (!b.workspace.needs.given || b.ops[i].integer("given_id") >= 0) return 0;
   const Rows y = partial_of(b, i).value_or(b.out(b.ops[i]).rows);
   const bool own = !b.ranks || b.ranks->communicator.rank() == 0;  // the first rank's part of the sum over ranks
   b.launches.push_back([=, data = &*b.workspace.data, queue = b.queue](const Binding::Size& size) {

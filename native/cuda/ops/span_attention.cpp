@@ -5,14 +5,19 @@
 namespace as::cuda {
 namespace {
 
+void rope_queries(const Attention& a, const Rope& by, int rows, const Queue& queue) {
+  rope(const_cast<float*>(a.qkv), a.width, {0, a.queries, a.cache.head_dim}, by.table, by.interleaved, rows, queue);
+}
+
 int bind_span_attention(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   Workspace& ws = b.workspace;
   if (op.flag("bidirectional") && op.integer("window")) refuse("op span_attention in both directions with a window");
   if (op.flag("segments") && !op.flag("bidirectional")) refuse("op span_attention in segments and in one direction");
   Attention a;
-  a.cache = ws.layers.at(op.integer("layer")), a.group = ws.group;
-  a.first = shared_heads(op).first, a.queries = op.integer("q_heads");
+  const bool reads = !op.integer("kv_heads");  // keys and values of an earlier op
+  const SharedHeads heads = shared_heads(keeper_of(ws.program, op));
+  a.cache = ws.cache_of(op), a.group = heads.group, a.first = heads.first, a.queries = op.integer("q_heads");
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = b.in(op).values(), a.width = b.in(op).rows.width, a.out = b.out(op).rows;
   a.tables = ws.data->tables(op.integer("cache_group")), a.partials = ws.partials.as<float>();
@@ -30,7 +35,9 @@ int bind_span_attention(Binding& b, size_t i) {
   const int* where = ws.data->where(op.integer("cache_group"));
   const int at_once = a.cache.type == CacheType::dtype16 ? 2 : 3;  // CTAs of attention per SM
   const int wanted = at_once * ws.device.sm_count(), most = ws.max_splits;
-  const AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
+  AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
+  kernels.stores &= !reads;
+  const bool narrow = ws.is_narrow(op);
   b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {
     if (!size.rows) return;
     const Rope* rotates = rope ? &*rope : nullptr;
@@ -41,10 +48,11 @@ int bind_span_attention(Binding& b, size_t i) {
       return store_and_attend(whole, rotates, data->decode_tiles(), size.decode_tiles, sharers, queue);
     if (norms) head_norm(const_cast<float*>(a.qkv), a.width, norms->first, norms->second, size.rows, queue);
     const bool rotates_queries = rotates && !size.decode_tiles && attend_prefill_ropes(a, kernels.prefill, *rotates);
-    store_cache(a, where, rotates, !rotates_queries, size.rows, queue);
+    if (!reads) store_cache(a, where, rotates, !rotates_queries, size.rows, queue);
+    else if (rotates && !rotates_queries) rope_queries(a, *rotates, size.rows, queue);
     attend_decode(a, kernels.decode, data->decode_tiles(), size.decode_tiles, sharers, queue);
-    attend_prefill(a, kernels.prefill, data->prefill_tiles(), size.prefill_tiles, rotates_queries ? rotates : nullptr,
-                   queue);
+    attend_prefill(a, kernels.prefill, data->prefill_tiles(narrow), narrow ? size.narrow_tiles : size.prefill_tiles,
+                   rotates_queries ? rotates : nullptr, queue);
   });
   return 0;
 }

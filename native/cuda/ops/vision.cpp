@@ -27,9 +27,20 @@ int bind_grid_embedding(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   b.check_in_place(op);
   const StepData* data = &*b.workspace.data;
-  const GridTable grid{b.vector(op, 0), op.integer("side"), data->image_heights(), data->image_widths()};
+  const GridTable grid{b.vector(op, 0), op.integer("side"), op.flag("axes"), data->image_heights(),
+                       data->image_widths()};
   b.add_launch(kAllRows, [=, x = b.in(op).rows, queue = b.queue](int rows) {
     add_grid(grid, data->places(), x.values, x.width, rows, queue);
+  });
+  return 0;
+}
+
+int bind_position_embedding(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  b.check_in_place(op);
+  const PositionTable table{b.vector(op, 0), op.integer("positions"), op.integer("offset"), b.vector(op, 1)};
+  b.add_launch(kAllRows, [=, x = b.in(op).rows, data = &*b.workspace.data, queue = b.queue](int rows) {
+    add_positions(table, data->positions(), data->segments(), x.values, x.width, rows, queue);
   });
   return 0;
 }
@@ -79,6 +90,7 @@ int bind_activate(Binding& b, size_t i) {
 
 const RegisterCudaOp kGivenRows(Op::given_rows, bind_given_rows, OutputForm::tiles),
     kAddGiven(Op::add_given, bind_add_given), kGridEmbedding(Op::grid_embedding, bind_grid_embedding),
+    kPositionEmbedding(Op::position_embedding, bind_position_embedding),
     kMergeRows(Op::merge_rows, bind_merge_rows, OutputForm::tiles),
     kLayerNorm(Op::layer_norm, bind_layer_norm, OutputForm::both), kActivate(Op::activate, bind_activate);
 

@@ -23,9 +23,9 @@ States::States(const Device& device, const Workspace& workspace)
     bytes_ += pages.bytes.state, largest_ = std::max(largest_, pages.bytes.state);
   }
   std::vector<SpanLayer> layers;
-  for (const LayerCache& layer : workspace.layers) {
-    layers.push_back({layer.data, layer.span_bytes(), span_bytes_});
-    span_bytes_ += layer.span_bytes();
+  for (const SpanRange& range : workspace.spans) {
+    layers.push_back({range.data, range.bytes, span_bytes_});
+    span_bytes_ += range.bytes;
   }
   parts_ = (int)parts.size(), layers_ = (int)layers.size();
   part_list_ = on_device(parts, "the parts of a state"), layer_list_ = on_device(layers, "the parts of a span");

@@ -54,7 +54,8 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
       needs_(needs),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
       table_(whole_pitches((size_t)max_slots * max_spans)) {
-  const size_t rows = max_rows, max_tiles = rows * tiles.group / kPrefillPairs + max_slots;
+  const size_t rows = max_rows;
+  const auto most_tiles = [&](int group) { return group ? rows * group / kPrefillPairs + max_slots : 0; };
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
@@ -62,9 +63,11 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
       take(takes_, needs.takes ? rows : 0);
   const bool parts = needs.segments || needs.images;
   take(ends_, needs.whole ? rows : 0), take(part_begins_, parts ? rows : 0), take(part_ends_, parts ? rows : 0);
+  take(segments_, needs.separator >= 0 ? rows : 0);
   take(places_, needs.places ? 3 * pitch_ : 0), take(sizes_, needs.places ? 2 * pitch_ : 0);
   take(given_, needs.given ? rows : 0);
-  take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, max_tiles * kTileInts),
+  take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, most_tiles(tiles.group) * kTileInts),
+      take(narrow_tiles_, most_tiles(tiles.narrow) * kTileInts),
       take(state_items_, needs.states ? rows * kItemInts : 0), take(chunks_, needs.states ? rows * kChunkInts : 0);
   take(tables_, table_ * groups_);
   all_ = next;
@@ -102,6 +105,11 @@ void StepData::add_sights(const Batch& batch, const Item& item) const {
     if (needs_.segments && slot.segments.empty()) add_part(0, end);
     for (size_t i = 0; needs_.segments && i < slot.segments.size(); i++)
       add_part(i ? slot.segments[i - 1] : 0, slot.segments[i]);
+  }
+  bool second = false;
+  for (int r = item.row; needs_.separator >= 0 && r < item.row + item.count; r++) {
+    host(segments_)[r] = second;
+    second |= batch.rows[r].token == needs_.separator;
   }
   if (!needs_.places) return;
   int height = 1, width = 1;
@@ -170,8 +178,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int used = 0, kv_splits = 0;  // entries used of each group's table; of decode tiles
   *host(step_) = (int)steps_++;
-  AttentionTile *decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
-                *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
+  AttentionTile* const decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_));
   for (size_t i = 0; i < batch.items.size(); i++) {
     const Item& item = batch.items[i];
     const Slot& slot = batch.slot(item.slot);
@@ -193,8 +200,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
       }
       size.stores &= item.count <= kOwnRows;
     } else {
-      AttentionTile tile{item.row, item.count, item.start, used, 0, 0};
-      for (; tile.first < item.count * limits_.group; tile.first += kPrefillPairs) prefill[size.prefill_tiles++] = tile;
+      add_prefill({item.row, item.count, item.start, used, 0, 0}, size);
     }
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
@@ -232,6 +238,16 @@ void StepData::add_places(const Batch& batch) const {
   if (needs_.takes) std::copy(batch.takes.begin(), batch.takes.end(), host(takes_));
 }
 
+// The prefill tiles of an item's rows.
+void StepData::add_prefill(AttentionTile tile, Size& size) const {
+  const auto add = [&](int group, size_t offset, int& count) {
+    AttentionTile* const tiles = reinterpret_cast<AttentionTile*>(host(offset));
+    for (tile.first = 0; tile.first < tile.count * group; tile.first += kPrefillPairs) tiles[count++] = tile;
+  };
+  add(limits_.group, prefill_tiles_, size.prefill_tiles);
+  if (limits_.narrow) add(limits_.narrow, narrow_tiles_, size.narrow_tiles);
+}
+
 // A row that is stored nowhere.
 void StepData::idle_row(int r, int position) {
   host(tokens_)[r] = 0, host(positions_)[r] = position, host(prompts_)[r] = 1, host(adapters_)[r] = -1;
@@ -239,6 +255,7 @@ void StepData::idle_row(int r, int position) {
   if (needs_.keeps) host(keeps_)[r] = -1;
   if (needs_.takes) host(takes_)[r] = 0;
   if (needs_.whole) host(ends_)[r] = position;
+  if (needs_.separator >= 0) host(segments_)[r] = 0;
   if (needs_.segments || needs_.images) host(part_begins_)[r] = host(part_ends_)[r] = position;
   for (int part = 0; needs_.places && part < 3; part++) host(places_)[part * pitch_ + r] = position;
   for (int side = 0; needs_.places && side < 2; side++) host(sizes_)[side * pitch_ + r] = position + 1;
@@ -251,14 +268,12 @@ StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
   *host(step_) = (int)steps_++;
   const bool prefills = wanted.prefill_tiles > 0;
   const int longest = prefills ? max_spans_ * span_size_ : 1;  // rows of a sequence
-  AttentionTile *decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
-                *prefill = reinterpret_cast<AttentionTile*>(host(prefill_tiles_));
-  size.prefill_tiles = 0;
+  AttentionTile* const decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_));
+  size.prefill_tiles = size.narrow_tiles = 0;
   for (int row = 0; row < size.rows; row += longest) {
     AttentionTile tile{row, std::min(longest, size.rows - row), 0, 0, 0, 0};
     for (int i = 0; i < tile.count; i++) idle_row(row + i, i);
-    for (; prefills && tile.first < tile.count * limits_.group; tile.first += kPrefillPairs)
-      prefill[size.prefill_tiles++] = tile;
+    if (prefills) add_prefill(tile, size);
   }
   std::fill_n(host(chosen_), size.outputs, 0);
   std::fill_n(decode, size.decode_tiles, AttentionTile{});

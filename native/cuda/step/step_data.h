@@ -14,20 +14,22 @@ namespace as::cuda {
 // any step.
 int padded_rows(int rows, int most);
 
-// What decides the attention tiles of a step. group: query heads per KV head. kv_heads: of this rank. sms: of the GPU.
+// What decides the attention tiles of a step. group: query heads per KV head. narrow: 0, or the smaller number of other
+// layers, which share decode tiles and have prefill tiles of their own. kv_heads: of this rank. sms: of the GPU.
 // max_splits: KV splits of all decode tiles of a step.
 struct TileLimits {
-  int group = 1, kv_heads = 1, sms = 1, max_splits = 0;
+  int group = 1, narrow = 0, kv_heads = 1, sms = 1, max_splits = 0;
   ShortChunks short_chunks = ShortChunks::fastest;
 };
 
 // What a program's rows need besides tokens and positions, of which some programs have some. states: ops have a state
 // of each sequence. keeps, takes: hidden states are kept, and taken (batch/draft_head.h). whole: a sequence's rows see
 // all of it. segments, images: they see those of their segment, or their image. places: rows have places (time, height,
-// width). given: the width of rows that the plan gives; 0: none.
+// width). given: the width of rows that the plan gives; 0: none. separator: the id that ends a sequence's first segment
+// of two; -1: there are none.
 struct RowNeeds {
   bool states = false, keeps = false, takes = false, whole = false, segments = false, images = false, places = false;
-  int given = 0;
+  int given = 0, separator = -1;
 };
 
 class StepData {
@@ -45,6 +47,7 @@ class StepData {
     bool adapted = false;                             // whether any row has an adapter
     bool given = false;                               // whether the plan gives any row; such steps have no graph
     int short_items = 0, long_items = 0, chunks = 0;  // of ops with a state
+    int narrow_tiles = 0;                             // prefill tiles of layers of the smaller group
     bool operator<(const Size& other) const;
   };
   // Queues the copy of a batch. padded: 0, or the number of rows and outputs to pad the batch to; then no item has more
@@ -70,6 +73,9 @@ class StepData {
   const int* ends() const { return at(ends_); }
   const int* part_begins() const { return at(part_begins_); }
   const int* part_ends() const { return at(part_ends_); }
+  const int* segments() const {
+    return at(segments_);
+  }  // 1 for rows behind the sequence's first separator, otherwise 0
   Places places() const { return {at(places_), at(places_) + pitch_, at(places_) + 2 * pitch_}; }
   // Height and width of each row's image.
   const int* image_heights() const { return at(sizes_); }
@@ -77,7 +83,10 @@ class StepData {
   GivenRows given() const { return {given_rows_.as<float>(), at(given_), needs_.given}; }
   const int* tables(int group) const { return at(tables_) + group * table_; }  // span tables of a cache group
   const AttentionTile* decode_tiles() const { return reinterpret_cast<const AttentionTile*>(at(decode_tiles_)); }
-  const AttentionTile* prefill_tiles() const { return reinterpret_cast<const AttentionTile*>(at(prefill_tiles_)); }
+  // narrow: of layers of the smaller group.
+  const AttentionTile* prefill_tiles(bool narrow = false) const {
+    return reinterpret_cast<const AttentionTile*>(at(narrow ? narrow_tiles_ : prefill_tiles_));
+  }
   StateRows state_rows(const Size& size) const {
     return {reinterpret_cast<const StateItem*>(at(state_items_)), reinterpret_cast<const StateChunk*>(at(chunks_)),
             size.short_items, size.long_items, size.chunks};
@@ -93,6 +102,7 @@ class StepData {
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
   size_t whole_pitches(size_t ints) const { return (ints + pitch_ - 1) / pitch_ * pitch_; }
+  void add_prefill(AttentionTile tile, Size& size) const;
   void idle_row(int r, int position);
   void add_places(const Batch& batch) const;
   void send(const Size& size, int used, const Device& device) const;
@@ -104,7 +114,8 @@ class StepData {
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
   size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, keeps_, takes_, ends_, part_begins_,
-      part_ends_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, state_items_, chunks_, tables_,
+      part_ends_, segments_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, narrow_tiles_, state_items_,
+      chunks_, tables_,
       all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   Memory given_turns_[2], given_rows_;

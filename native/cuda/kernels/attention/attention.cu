@@ -11,8 +11,8 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kWarps = 4;
-template <bool kLatent>
-constexpr int kFeatures = (kLatent ? kLargestRow : kLargestHead) / 32;  // most features of a lane
+// Most features of a lane: of heads of at most 256 features, of larger ones, and of latents.
+constexpr int kFeatures = 256 / 32, kManyFeatures = kLargestHead / 32, kLatentFeatures = kLargestRow / 32;
 
 // A key or a value in the cache.
 template <CacheType kType>
@@ -189,7 +189,7 @@ struct Seen {
 };
 
 // Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position.
-template <CacheType kType, bool kLatent, int kEach = kFeatures<kLatent>>
+template <CacheType kType, bool kLatent, int kEach>
 __device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_head, int row, int position, int split,
                                  int head, const float (&query)[kEach]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
@@ -229,10 +229,9 @@ __device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_he
 }
 
 // decode: gridDim.z CTAs share the KV splits and write partial results, unless there is only one split.
-template <CacheType kType, bool kLatent>
+template <CacheType kType, bool kLatent, int kEach>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool decode) {
   after_previous();
-  constexpr int kEach = kFeatures<kLatent>;
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim, rope_dim = a.cache.rope_dim;
   AttentionTile tile = tiles[blockIdx.x];
   const int before = tile.first;  // of a decode tile
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     }
     if (decode && rows.first_split < rows.last_split) {
       for (int split = rows.first_split + blockIdx.z; split <= rows.last_split; split += gridDim.z) {
-        const auto seen = see_split<kType, kLatent>(a, table, kv_head, row, position, split, head, query);
+        const auto seen = see_split<kType, kLatent, kEach>(a, table, kv_head, row, position, split, head, query);
         float* to = partial_of(a, before, kv_head, split);
         if (lane == 0) to[pair] = seen.most, to[kDecodePairs + pair] = seen.sum;
 #pragma unroll
@@ -264,7 +263,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     if (blockIdx.z) continue;
     Seen<kEach> total;
     for (int split = rows.first_split; split <= rows.last_split; split++)
-      total.merge(see_split<kType, kLatent>(a, table, kv_head, row, position, split, head, query));
+      total.merge(see_split<kType, kLatent, kEach>(a, table, kv_head, row, position, split, head, query));
     const float sum = with_sink(a, head, total.sum, total.most);
 #pragma unroll
     for (int i = 0; i < kEach; i++)
@@ -366,22 +365,26 @@ void merge(const Attention& a, const AttentionTile* tiles, int count, const Queu
         tiles);
 }
 
-template <bool kAll = kAllFormats>
-auto attend_kernel_of(CacheType type) {
+template <int kEach, bool kAll = kAllFormats>
+auto attend_kernel_of_type(CacheType type) {
   if constexpr (kAll) {
-    if (type == CacheType::f32) return attend_kernel<CacheType::f32, false>;
-    if (type == CacheType::float8) return attend_kernel<CacheType::float8, false>;
-    if (type == CacheType::int8) return attend_kernel<CacheType::int8, false>;
-    if (type == CacheType::uint4) return attend_kernel<CacheType::uint4, false>;
+    if (type == CacheType::f32) return attend_kernel<CacheType::f32, false, kEach>;
+    if (type == CacheType::float8) return attend_kernel<CacheType::float8, false, kEach>;
+    if (type == CacheType::int8) return attend_kernel<CacheType::int8, false, kEach>;
+    if (type == CacheType::uint4) return attend_kernel<CacheType::uint4, false, kEach>;
   }
-  return attend_kernel<CacheType::dtype16, false>;
+  return attend_kernel<CacheType::dtype16, false, kEach>;
+}
+auto attend_kernel_of(const LayerCache& cache) {
+  return cache.head_dim <= 32 * kFeatures ? attend_kernel_of_type<kFeatures>(cache.type)
+                                          : attend_kernel_of_type<kManyFeatures>(cache.type);
 }
 
 template <bool kAll = kAllFormats>
 auto attend_latent_kernel_of(CacheType type) {
   if constexpr (kAll)
-    if (type == CacheType::f32) return attend_kernel<CacheType::f32, true>;
-  return attend_kernel<CacheType::dtype16, true>;
+    if (type == CacheType::f32) return attend_kernel<CacheType::f32, true, kLatentFeatures>;
+  return attend_kernel<CacheType::dtype16, true, kLatentFeatures>;
 }
 
 void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count, int sharers, bool own,
@@ -395,8 +398,10 @@ void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count
 void attend_decode(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, int sharers,
                    const Queue& queue) {
   if (count == 0) return;
-  if (algo == AttentionAlgo::mma) return attend_decode_mma(a, tiles, count, sharers, false, nullptr, queue);
-  start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
+  const bool large = algo == AttentionAlgo::mma && a.cache.head_dim == kLargestHead;
+  if (algo == AttentionAlgo::mma && !large) return attend_decode_mma(a, tiles, count, sharers, false, nullptr, queue);
+  if (large) attend_large(a, tiles, count, sharers, true, queue);
+  else start(queue, attend_kernel_of(a.cache), dim3(count, a.cache.kv_heads, sharers), 32 * kWarps, 0, a, tiles, true);
   if (sharers > 1) merge(a, tiles, count, queue);  // a single KV split needs no merge
 }
 
@@ -421,8 +426,8 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
   if (count == 0) return;
   const dim3 grid(count, a.cache.kv_heads);
   if (algo == AttentionAlgo::wgmma) attend_prefill_wgmma(a, tiles, count, rope, queue);
-  else if (algo == AttentionAlgo::simt)
-    start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
+  else if (algo == AttentionAlgo::simt) start(queue, attend_kernel_of(a.cache), grid, 32 * kWarps, 0, a, tiles, false);
+  else if (a.cache.head_dim == kLargestHead) attend_large(a, tiles, count, 1, false, queue);
   else attend_prefill_mma(a, tiles, count, queue);
 }
 

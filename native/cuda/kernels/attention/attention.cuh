@@ -62,7 +62,7 @@ using TileRows = RowsOfTile<false>;
 using DecodeRows = RowsOfTile<true>;
 
 __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_head) {
-  return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();
+  return cache.data + span * cache.stride + kv_head * cache.head_bytes();
 }
 
 // A score is a product, soft-capped if there is a cap. Times score_factor() it is the exponent of a power of two.

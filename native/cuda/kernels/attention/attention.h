@@ -20,6 +20,7 @@ struct LayerCache {
   DType16 dtype = DType16::bf16;
   int rope_dim = 0;     // > 0: of latent attention
   bool padded = false;  // to a size that mma kernels have, with zeros (padded_head()): for prefill tiles alone
+  size_t stride = 0;    // bytes from a span to the next one; span_bytes() if the layer's spans are adjacent
 
   AS_BOTH bool latent() const { return rope_dim > 0; }
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
@@ -32,8 +33,13 @@ struct LayerCache {
   AS_BOTH size_t span_bytes() const { return head_bytes() * (latent() ? 1 : kv_heads); }
 };
 
-// A layer's part of the spans, in the cache and in host memory. In host memory all parts of a span are adjacent. Part
-// sizes are multiples of 16 bytes.
+// Adjacent spans of the cache: of one layer or, if layers have several sizes, of all layers together.
+struct SpanRange {
+  char* data;
+  size_t bytes;  // of a span
+};
+// Such a range, and its part of the spans in host memory. There all parts of a span are adjacent. Part sizes are
+// multiples of 16 bytes.
 struct SpanPart {
   char *cache, *host;
   size_t bytes, host_stride;
@@ -42,7 +48,7 @@ struct SpanPair {
   int span, host;
 };
 // Copies spans to the host (saves) or back. largest: bytes of the largest part.
-void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPair* pairs, int count, bool saves,
+void copy_spans(const SpanPart* parts, int ranges, size_t largest, const SpanPair* pairs, int count, bool saves,
                 const Queue& queue);
 
 // Rows of one sequence that attend together: `count` adjacent rows of the step from `row` on, at positions from `start`
@@ -76,7 +82,7 @@ struct Attention {
   // sequence.
   const int *from = nullptr, *to = nullptr;
   const float *slopes = nullptr, *sinks = nullptr;  // [this rank's query heads], or null
-  const float* qkv = nullptr;                       // [rows, width]: queries, keys, values
+  const float* qkv = nullptr;                       // [rows, width]: queries, keys, values; or queries alone
   int width = 0;
   Rows out;
   const int* tables = nullptr;  // of spans
@@ -95,16 +101,16 @@ constexpr int kDecodePairs = 16;     // pairs of a decode tile, whose KV splits 
 constexpr int kPrefillPairs = 128;   // pairs of a prefill tile
 constexpr int kOwnRows = 16;         // most rows of a sequence that decode kernels store in the cache themselves
 constexpr int kFullTables = 8;       // decode tiles of a step that may have the longest context, if memory allows
-constexpr int kLargestHead = 256;
+constexpr int kLargestHead = 512, kLargestPadded = 256;
 // The features of a head in a 16-bit cache of rows that only prefill tiles compute: a size that mma kernels have, if
 // that is less than twice as large.
 AS_BOTH constexpr int padded_head(int dim) {
-  return dim <= 32 || dim > kLargestHead ? (dim + 7) / 8 * 8
-         : dim <= 64                     ? 64
-         : dim <= 80                     ? 80
-         : dim <= 96                     ? 96
-         : dim <= 128                    ? 128
-                                         : 256;
+  return dim <= 32 || dim > kLargestPadded ? (dim + 7) / 8 * 8
+         : dim <= 64                       ? 64
+         : dim <= 80                       ? 80
+         : dim <= 96                       ? 96
+         : dim <= 128                      ? 128
+                                           : 256;
 }
 constexpr int kLatentDim = 512, kLatentRope = 64;  // of the known models; the mma kernels of latent attention need them
 constexpr int kLargestRow = kLatentDim + kLatentRope;

@@ -27,7 +27,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
   static_assert(S::kBytes % 16 == 0);
   const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
-  const size_t span_bytes = a.cache.span_bytes();
+  const size_t stride = a.cache.stride;
   if (!own) await_previous();  // the previous kernel stores the tile's own rows
   PipelineStage place;
   for (; splits.left(); splits.next()) {
@@ -53,7 +53,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
           const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span), chunk = each % kChunks * 16;
           const bool there = at < known;
           const char* from = head;
-          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + chunk;
+          if (there) from += span * stride + ((value ? size : 0) + (at & within)) * S::kBytes + chunk;
           copy_16(to + token * S::kRow + chunk, from, there);
         }
       } else {
@@ -65,7 +65,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
           const int at = begin + first, span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
           const int there = min(max(known - at, 0), kAdjacent) * kChunks;
           const char* from = head;
-          if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes;
+          if (there) from += span * stride + ((value ? size : 0) + (at & within)) * S::kBytes;
           from += lane * 16;
 #pragma unroll
           for (int i = 0; i < (kTogether + 31) / 32; i++) {
@@ -80,8 +80,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
         const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
                   count = min(max(known - at, 0), 4);
         const char* from = head;
-        if (count)
-          from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
+        if (count) from += span * stride + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
         copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
       }
       arrive_with_copies(full + 8 * place.stage);

@@ -11,7 +11,7 @@ template <int kDim, bool kPadded = false>
 class WarpPairs {
  public:
   // Warps that share pairs: each computes all scores, but only a part of the value features.
-  static constexpr int kShare = kDim > 128 ? 2 : 1;
+  static constexpr int kShare = kDim > 256 ? 4 : kDim > 128 ? 2 : 1;
   static constexpr int kPairs = 16, kTokens = 64;                            // positions at a time
   static constexpr int kStride = kDim + 8, kTensor = kTokens * kStride * 2;  // values of a row, padded against bank
                                                                              // conflicts; bytes of keys, or of values
@@ -46,6 +46,12 @@ class WarpPairs {
   __device__ __forceinline__ void begin_split() { clear(out_, most_, sum_); }
   // Adds kTokens positions from `begin` on. keys, values: addresses in shared memory.
   __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int begin) {
+    attend(keys, values, begin, [] {}, [] {});
+  }
+  // The same; calls functions behind the last read of keys and before the first one of values.
+  template <typename Scored, typename Weighed>
+  __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int begin, const Scored& scored,
+                                         const Weighed& weighed) {
     const int lane = threadIdx.x % 32;
     float scores[kTokens / 8][4];
     const auto multiply = [&](int t, int s, const uint32_t(&query)[4]) {
@@ -72,6 +78,7 @@ class WarpPairs {
         for (int t = 0; t < kTokens / 8; t += 2) multiply(t, s, query);
       }
     }
+    scored();
     if (a_.soft_cap > 0) {
 #pragma unroll
       for (int t = 0; t < kTokens / 8; t++)
@@ -117,6 +124,7 @@ class WarpPairs {
       }
 #pragma unroll
     for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by[h], halves[h]);
+    weighed();
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++) {
       const uint32_t weights[4] = {to_dtype16x2(scores[2 * s][0], scores[2 * s][1]),
@@ -138,6 +146,20 @@ class WarpPairs {
     for (int h = 0; h < 2; h++) {
       sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
       sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
+    }
+  }
+
+  // Writes the KV split as partial_of() describes it.
+  __device__ __forceinline__ void write_split(float* to) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int own = pair(h), of_four = threadIdx.x % 4;
+      if (own >= rows_.count) continue;
+      if (part_ == 0 && of_four == 0) to[own] = most_[h], to[kDecodePairs + own] = sum_[h];
+      float* const features = to + 2 * kDecodePairs + own * kDim + part_ * kValues * 8 + of_four * 2;
+#pragma unroll
+      for (int v = 0; v < kValues; v++)
+        *reinterpret_cast<float2*>(features + v * 8) = make_float2(out_[v][2 * h], out_[v][2 * h + 1]);
     }
   }
 

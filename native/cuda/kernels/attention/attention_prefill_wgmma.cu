@@ -67,12 +67,11 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
   static_assert(kStep % 8 == 0 && kSide % kStep == 0);  // a thread's chunks have one place in all rows
   const int place = chunk / 8 * kBlockBytes + chunk_offset(own, chunk % 8), own_bytes = own * kBytes + chunk * 16;
   const char* head = a.cache.data + kv_head * a.cache.head_bytes();
-  const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)a.cache.span_size * kBytes;
+  const size_t stride = a.cache.stride, values_behind = (size_t)a.cache.span_size * kBytes;
   // Addresses of 64 positions, 16 by 16: each lane computes one, ahead of its use.
   const auto find = [&](int position) {
     const int at = position + min(lane, kTokens / kSide - 1) * kSide;
-    return reinterpret_cast<uint64_t>(head + (at <= last ? table[at >> shift] : 0) * span_bytes +
-                                      (at & within) * kBytes);
+    return reinterpret_cast<uint64_t>(head + (at <= last ? table[at >> shift] : 0) * stride + (at & within) * kBytes);
   };
   for (uint64_t found = find(begin); begin <= last; begin += kTokens, ring.next()) {
     const uint64_t next = find(begin + kTokens);

@@ -27,12 +27,12 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const SpanPart* parts, c
 
 }  // namespace
 
-void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPair* pairs, int count, bool saves,
+void copy_spans(const SpanPart* parts, int ranges, size_t largest, const SpanPair* pairs, int count, bool saves,
                 const Queue& queue) {
   constexpr int kMost = 32768;  // most pairs in the grid's third dimension
   for (int first = 0; first < count; first += kMost)
     start(queue, copy_kernel,
-          dim3(ceil_div(largest, (int)kChunk), layers, count - first < kMost ? count - first : kMost), kThreads, 0,
+          dim3(ceil_div(largest, (int)kChunk), ranges, count - first < kMost ? count - first : kMost), kThreads, 0,
           parts, pairs + first, saves);
 }
 

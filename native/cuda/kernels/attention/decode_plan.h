@@ -5,6 +5,7 @@
 namespace as::cuda {
 
 constexpr int kPrefillShared256 = 152064;  // bytes of a CTA of prefill with heads of 256 features, of any cache type
+constexpr int kLargeShared = 166400;       // of attention with heads of 512 features
 
 // A CTA of attention_decode(): its bytes besides queries, own rows and the ring of keys and values; positions of a
 // stage of the ring; the fewest stages of the ring.

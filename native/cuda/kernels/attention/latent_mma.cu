@@ -66,7 +66,7 @@ class Copier {
       // before this step.
       if (at + kLatentTokens > tile.start - tile.before) await_previous();
       wait_barrier(empty_ + 8 * place_.stage, place_.parity ^ 1);
-      const char* from = a_.cache.data + (there ? span * a_.cache.span_bytes() + (at & (size - 1)) * kRowBytes : 0);
+      const char* from = a_.cache.data + (there ? span * a_.cache.stride + (at & (size - 1)) * kRowBytes : 0);
       const uint32_t to = ring_ + place_.stage * kLatentStage;
 #pragma unroll
       for (int j = 0; j < kLatentTokens * kChunks / kCopiers; j++) {

@@ -13,7 +13,7 @@ struct Router {
   bool best_of_group = false;  // a group counts as much as its best expert, not as its two best
   float scale = 1;
   int experts = 0, groups = 1, top_groups = 1;
-  const float* correction = nullptr;
+  const float *correction = nullptr, *expert_scales = nullptr;  // [experts], or null
 };
 
 // Adjacent entries of an expert; `expert` counts from the rank's first one.

@@ -110,7 +110,10 @@ __device__ inline void weigh_chosen(int mine, const Router& router, int top, con
 #pragma unroll 4
     for (int i = 0; i < top; i++) total += of_chosen[i];
   }
-  if (lane < top) chosen[place] = mine, shares[place] = score / total * router.scale;
+  if (lane < top) {
+    const float weight = score / total * router.scale;
+    chosen[place] = mine, shares[place] = router.expert_scales ? weight * router.expert_scales[mine] : weight;
+  }
   __syncwarp();
 }
 

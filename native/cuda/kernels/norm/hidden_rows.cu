@@ -13,12 +13,14 @@ __global__ void keep_rows_kernel(const float* in, const int* places, int width, 
   if (place >= 0 && i < width) to[(size_t)place * width + i] = in[(size_t)row * width + i];
 }
 
-__global__ void concat_kernel(const float* first, int first_width, const float* second, int second_width, float* out) {
+__global__ void concat_kernel(Columns first, Columns second, Columns third, float* out) {
   after_previous();
-  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, width = first_width + second_width;
-  if (i >= width) return;
-  out[(size_t)row * width + i] =
-      i < first_width ? first[(size_t)row * first_width + i] : second[(size_t)row * second_width + i - first_width];
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, two = first.width + second.width;
+  if (i >= two + third.width) return;
+  const auto at = [&](const Columns& part, int column) { return part.values[(size_t)row * part.width + column]; };
+  out[(size_t)row * (two + third.width) + i] = i < first.width ? at(first, i)
+                                               : i < two       ? at(second, i - first.width)
+                                                               : at(third, i - two);
 }
 
 __global__ void spread_columns_kernel(const float* in, int in_width, const float* columns, int width, float* out) {
@@ -36,10 +38,10 @@ void keep_rows(const float* in, const int* places, int rows, int width, float* t
   start(queue, keep_rows_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, in, places, width, to);
 }
 
-void concat(const float* first, int first_width, const float* second, int second_width, int rows, float* out,
+void concat(const Columns& first, const Columns& second, const Columns& third, int rows, float* out,
             const Queue& queue) {
-  start(queue, concat_kernel, dim3(ceil_div(first_width + second_width, kThreads), rows), kThreads, 0, first,
-        first_width, second, second_width, out);
+  start(queue, concat_kernel, dim3(ceil_div(first.width + second.width + third.width, kThreads), rows), kThreads, 0,
+        first, second, third, out);
 }
 
 void spread_columns(const float* in, int in_width, const float* columns, int width, int rows, float* out,

@@ -7,8 +7,13 @@ namespace as::cuda {
 
 // Copies each row to a row of `to` [.., width]; places: its number there, -1: it is not copied.
 void keep_rows(const float* in, const int* places, int rows, int width, float* to, const Queue& queue);
-// out [rows, first width + second width]: the columns of both, one after the other.
-void concat(const float* first, int first_width, const float* second, int second_width, int rows, float* out,
+// Rows of `width` columns, or none (0).
+struct Columns {
+  const float* values = nullptr;
+  int width = 0;
+};
+// Each row of `out`: the columns of all, one after the other.
+void concat(const Columns& first, const Columns& second, const Columns& third, int rows, float* out,
             const Queue& queue);
 
 // out [rows, width]: column i is column columns[i] of the input [rows, in_width], -infinity if that is not one of it.

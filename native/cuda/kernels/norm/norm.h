@@ -8,9 +8,17 @@ namespace as::cuda {
 // Dequantizes one row of a matrix to out [k] float32.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
-// sampled: the argmax of each output of the previous step; tokens refer to it by sampled_after() (batch.h).
-void embed(const Matrix& table, const int* tokens, const Argmax* sampled, int rows, int vocab_begin, float scale,
-           const Rows& out, const Queue& queue);
+// The tokens of a step's rows. sampled: the argmax of each output of the previous step; tokens refer to it by
+// sampled_after() (batch.h). numbers: null, or of each row that the plan gives its number, otherwise -1; such a row has
+// given_id instead of its token.
+struct TokenRows {
+  const int* tokens = nullptr;
+  const Argmax* sampled = nullptr;
+  const int* numbers = nullptr;
+  int given_id = 0;
+};
+void embed(const Matrix& table, const TokenRows& tokens, int rows, int vocab_begin, float scale, const Rows& out,
+           const Queue& queue);
 // unit_offset: 1 is added to the weight.
 struct Norm {
   const float* weight = nullptr;
@@ -22,8 +30,10 @@ struct Norm {
 constexpr int kNormedColumns = 4096, kNormedBytes = 8192, kBehindRow = 8 * 16;
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
-void multiply(float* x, const float* y, size_t count, const Queue& queue);
-void scale(float* x, float factor, size_t count, const Queue& queue);
+// x [rows, width] times the first columns of y [rows, y_width].
+void multiply(float* x, int width, const float* y, int y_width, int rows, const Queue& queue);
+// weight: null, or one more factor in the device's memory.
+void scale(float* x, float factor, const float* weight, size_t count, const Queue& queue);
 
 // in [rows, 2 width]
 void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue);

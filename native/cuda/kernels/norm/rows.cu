@@ -25,11 +25,11 @@ __device__ int sampled_token(const Argmax* parts) {
 
 // If there are few rows, several CTAs share one: each thread then waits for memory only once.
 __global__ void __launch_bounds__(kThreads)
-    embed_kernel(Matrix table, const int* tokens, const Argmax* sampled, int vocab_begin, float scale, Rows out) {
+    embed_kernel(Matrix table, TokenRows tokens, int vocab_begin, float scale, Rows out) {
   after_previous();
   const int row = blockIdx.x;
-  int id = tokens[row];
-  if (id < 0) id = sampled_token(sampled + (size_t)~id * kArgmaxParts);
+  int id = tokens.numbers && tokens.numbers[row] >= 0 ? tokens.given_id : tokens.tokens[row];
+  if (id < 0) id = sampled_token(tokens.sampled + (size_t)~id * kArgmaxParts);
   id -= vocab_begin;
   const bool there = id >= 0 && id < table.n;
   const int own = blockIdx.y * kThreads + threadIdx.x, step = gridDim.y * kThreads;
@@ -142,11 +142,11 @@ __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
 
 }  // namespace
 
-void embed(const Matrix& table, const int* tokens, const Argmax* sampled, int rows, int vocab_begin, float scale,
-           const Rows& out, const Queue& queue) {
+void embed(const Matrix& table, const TokenRows& tokens, int rows, int vocab_begin, float scale, const Rows& out,
+           const Queue& queue) {
   const int parts = ceil_div(table.k, kThreads * (table.tiles ? 8 : 1)), most = ceil_div(sm_count(), std::max(rows, 1));
-  start(queue, embed_kernel, dim3(rows, std::max(std::min(parts, most), 1)), kThreads, 0, table, tokens, sampled,
-        vocab_begin, scale, out);
+  start(queue, embed_kernel, dim3(rows, std::max(std::min(parts, most), 1)), kThreads, 0, table, tokens, vocab_begin,
+        scale, out);
 }
 
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {

@@ -17,12 +17,19 @@ __global__ void each_kernel(float* x, const float* y, float factor, size_t count
   if (i >= count) return;
   if constexpr (kWhat == Each::add) x[i] += y[i];
   if constexpr (kWhat == Each::multiply) x[i] *= y[i];
-  if constexpr (kWhat == Each::scale) x[i] *= factor;
+  if constexpr (kWhat == Each::scale) x[i] *= y ? factor * *y : factor;
   if constexpr (kWhat == Each::soft_cap) x[i] = factor * tanhf(x[i] / factor);
 }
 template <Each kWhat>
 void start_each(float* x, const float* y, float factor, size_t count, const Queue& queue) {
   start(queue, each_kernel<kWhat>, ceil_div(count, kThreads), kThreads, 0, x, y, factor, count);
+}
+
+// The second tensor has rows of y_width.
+__global__ void multiply_columns_kernel(float* x, int width, const float* y, int y_width) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i < width) x[(size_t)row * width + i] *= y[(size_t)row * y_width + i];
 }
 
 // A sum over a CTA, returned in all of its threads.
@@ -129,11 +136,12 @@ __global__ void scale_queries_kernel(Attention a, const int* positions, double b
 }  // namespace
 
 void add(float* x, const float* y, size_t count, const Queue& queue) { start_each<Each::add>(x, y, 0, count, queue); }
-void multiply(float* x, const float* y, size_t count, const Queue& queue) {
-  start_each<Each::multiply>(x, y, 0, count, queue);
+void multiply(float* x, int width, const float* y, int y_width, int rows, const Queue& queue) {
+  if (width == y_width) return start_each<Each::multiply>(x, y, 0, (size_t)rows * width, queue);
+  start(queue, multiply_columns_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, x, width, y, y_width);
 }
-void scale(float* x, float factor, size_t count, const Queue& queue) {
-  start_each<Each::scale>(x, nullptr, factor, count, queue);
+void scale(float* x, float factor, const float* weight, size_t count, const Queue& queue) {
+  start_each<Each::scale>(x, weight, factor, count, queue);
 }
 void soft_cap(float* x, float cap, size_t count, const Queue& queue) {
   start_each<Each::soft_cap>(x, nullptr, cap, count, queue);
@@ -148,9 +156,9 @@ void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int row
 }
 
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
-  constexpr int kHeads = 4;                                                                 // heads of a CTA
-  const bool large = std::max(first.heads.head_dim, second.heads.head_dim) > kLargestHead;  // of latent attention
-  start(queue, large ? head_norm_kernel<kLatentDim> : head_norm_kernel<kLargestHead>,
+  constexpr int kHeads = 4, kUsualHead = 256;  // heads of a CTA; features of all heads but a few models'
+  const bool large = std::max(first.heads.head_dim, second.heads.head_dim) > kUsualHead;
+  start(queue, large ? head_norm_kernel<kLatentDim> : head_norm_kernel<kUsualHead>,
         dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0, x, width, first, second);
 }
 

@@ -31,13 +31,30 @@ struct Sections {
 void rotary_table(const RotaryTable& table, const Sections& sections, const Places& places, const int* positions,
                   const int* prompts, int rows, const Queue& queue);
 
-// Adds a table [side, side, width] of positions, interpolated bilinearly. heights, widths: of each row's image.
+// Adds a table [side, side, width] of positions, interpolated bilinearly. heights, widths: of each row's image. axes:
+// adds two rows of a table [2, side, width] instead, that of the row's width and that of its height.
 struct GridTable {
   const float* table = nullptr;
   int side = 0;
+  bool axes = false;
   const int *heights = nullptr, *widths = nullptr;
 };
 void add_grid(const GridTable& grid, const Places& places, float* x, int width, int rows, const Queue& queue);
+
+// x [rows, width] += the row of a table [positions, width] for each row's position + offset, or the last one beyond it.
+// segments: null, or a table [2, width], of which the row for each row's segment is added.
+struct PositionTable {
+  const float* table = nullptr;
+  int positions = 1, offset = 0;
+  const float* segments = nullptr;
+};
+void add_positions(const PositionTable& table, const int* positions, const int* segments, float* x, int width, int rows,
+                   const Queue& queue);
+
+// Each value, but no less than *low and no more than *high. NaN stays.
+void clamp(float* x, const float* low, const float* high, size_t count, const Queue& queue);
+// x [rows, width]: each row less `shift`, times `factor`, [width] each.
+void standardize(float* x, int width, const float* shift, const float* factor, int rows, const Queue& queue);
 
 // A row of `out` for each `count` adjacent rows of in [.., width]: their columns, one row's after the other or
 // interleaved, or their means.

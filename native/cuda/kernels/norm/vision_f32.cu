@@ -55,6 +55,13 @@ __global__ void __launch_bounds__(kThreads) add_grid_kernel(GridTable grid, Plac
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= width) return;
+  if (grid.axes) {
+    const auto of = [&](int axis, int place) {
+      return grid.table[((size_t)axis * grid.side + min(place, grid.side - 1)) * width + i];
+    };
+    x[(size_t)row * width + i] += of(0, places.width[row]) + of(1, places.height[row]);
+    return;
+  }
   const Between y = between(places.height[row], grid.heights[row], grid.side),
                 z = between(places.width[row], grid.widths[row], grid.side);
   const auto at = [&](int down, int across) { return grid.table[((size_t)down * grid.side + across) * width + i]; };
@@ -63,6 +70,29 @@ __global__ void __launch_bounds__(kThreads) add_grid_kernel(GridTable grid, Plac
   const float first = __fadd_rn(__fmul_rn(at(y.low, z.low), a), __fmul_rn(at(y.low, z.high), b));
   const float all = __fadd_rn(__fadd_rn(first, __fmul_rn(at(y.high, z.low), c)), __fmul_rn(at(y.high, z.high), d));
   x[(size_t)row * width + i] += all;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_positions_kernel(PositionTable t, const int* positions, const int* segments, float* x, int width) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= width) return;
+  float sum = x[(size_t)row * width + i] + t.table[(size_t)min(positions[row] + t.offset, t.positions - 1) * width + i];
+  if (t.segments) sum += t.segments[segments[row] * width + i];
+  x[(size_t)row * width + i] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads) clamp_kernel(float* x, const float* low, const float* high, size_t count) {
+  after_previous();
+  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
+  if (i < count) x[i] = x[i] < *low ? *low : x[i] > *high ? *high : x[i];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    standardize_kernel(float* x, int width, const float* shift, const float* factor) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (i < width) x[(size_t)row * width + i] = __fmul_rn(x[(size_t)row * width + i] - shift[i], factor[i]);
 }
 
 }  // namespace
@@ -78,6 +108,20 @@ void rotary_table(const RotaryTable& table, const Sections& sections, const Plac
 
 void add_grid(const GridTable& grid, const Places& places, float* x, int width, int rows, const Queue& queue) {
   start(queue, add_grid_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, grid, places, x, width);
+}
+
+void add_positions(const PositionTable& table, const int* positions, const int* segments, float* x, int width, int rows,
+                   const Queue& queue) {
+  start(queue, add_positions_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, table, positions, segments, x,
+        width);
+}
+
+void clamp(float* x, const float* low, const float* high, size_t count, const Queue& queue) {
+  start(queue, clamp_kernel, ceil_div(count, kThreads), kThreads, 0, x, low, high, count);
+}
+
+void standardize(float* x, int width, const float* shift, const float* factor, int rows, const Queue& queue) {
+  start(queue, standardize_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, x, width, shift, factor);
 }
 
 }  // namespace as::cuda
