@@ -4,7 +4,7 @@
 
 namespace as {
 
-StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
+StepOutput Decoder::step(std::string_view bytes, bool want_logits) {
   Plan plan = Plan::parse(bytes, slots_.groups());
   if (plan.to) return step_part(plan);
   next_part_ = 0;

@@ -3,6 +3,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "batch/drafter.h"
@@ -28,13 +29,13 @@ class StepModel {
  public:
   virtual ~StepModel() = default;
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow the previous ones.
-  virtual StepOutput step(const std::string& plan, bool want_logits) = 0;
+  virtual StepOutput step(std::string_view plan, bool want_logits) = 0;
   virtual void set_profiling(bool on) = 0;
 
   // For asynchronous devices: a step in parts, so that the next step can be queued while this one is computed. begin()
   // queues a step. It returns false, and changes nothing, if the caller must retry when no other step is unfinished, or
   // must use step(). Throws as step() does.
-  virtual bool begin(const std::string&) { return false; }
+  virtual bool begin(std::string_view) { return false; }
   // Queues the sampling of the latest step. No other step may be unfinished. May wait for masks.
   virtual void sample() {}
   // Returns whether finish() would return without waiting.
@@ -57,7 +58,7 @@ class Decoder {
   Decoder(Runner& runner, std::unique_ptr<Drafter> drafter, SpanStore* store, SlotLimits limits)
       : runner_(runner), store_(store), slots_(std::move(limits)), drafter_(std::move(drafter)) {}
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow the previous ones.
-  StepOutput step(const std::string& plan, bool want_logits);
+  StepOutput step(std::string_view plan, bool want_logits);
   // Sets whether an adapter is loaded. Rows may use loaded adapters only.
   void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
 

@@ -120,7 +120,7 @@ void parse_section(int32_t kind, Reader in, Plan& plan) {
 
 }  // namespace
 
-Plan Plan::parse(const std::string& bytes, int groups) {
+Plan Plan::parse(std::string_view bytes, int groups) {
   if (bytes.empty() || bytes.size() % 4)
     throw std::invalid_argument("step plan: length must be a multiple of 4, got " + std::to_string(bytes.size()));
   std::vector<int32_t> copied;

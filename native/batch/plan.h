@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "sampling/sampler.h"
@@ -105,7 +106,7 @@ struct Plan {
 
   // Throws std::invalid_argument unless `bytes` is a complete, well-formed plan for `groups` cache groups. They must
   // outlive the given rows of the plan.
-  static Plan parse(const std::string& bytes, int groups);
+  static Plan parse(std::string_view bytes, int groups);
 };
 
 }  // namespace as

@@ -26,13 +26,13 @@ RunOutput DraftRunner::run(const Batch& batch, bool want_logits) {
   return runner_.finish(batch);
 }
 
-StepOutput QueuedDecoder::step(const std::string& plan, bool want_logits) {
+StepOutput QueuedDecoder::step(std::string_view plan, bool want_logits) {
   if (!begin(plan, want_logits)) throw std::logic_error("step() while another step is not finished");
   sample();
   return finish();
 }
 
-bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
+bool QueuedDecoder::begin(std::string_view bytes, bool want_logits) {
   const bool first = steps_.empty();
   if (steps_.size() > 1 || (!first && !steps_.back().foretold)) return false;
   Plan plan = Plan::parse(bytes, slots_.groups());

@@ -50,9 +50,9 @@ class QueuedDecoder {
       : runner_(runner), store_(store), slots_(std::move(limits)), drafter_(std::move(drafter)) {}
 
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow the previous ones.
-  StepOutput step(const std::string& plan, bool want_logits);
+  StepOutput step(std::string_view plan, bool want_logits);
   // The parts of a step, as in StepModel.
-  bool begin(const std::string& plan, bool want_logits = false);
+  bool begin(std::string_view plan, bool want_logits = false);
   void sample();
   bool done() const { return steps_.empty() || !steps_.front().runs() || runner_.done(); }
   StepOutput finish();

@@ -90,7 +90,7 @@ void Stepper::begin_next(std::unique_lock<std::mutex>& lock) {
   std::optional<StepOutput> whole;
   bool begun = true;
   try {
-    if (job.before) job.before(), job.before = nullptr;
+    if (job.before) job.before(job.plan), job.before = nullptr;
     begun = job.model->begin(job.plan);
     if (!begun && alone) whole = job.model->step(job.plan, false);
   } catch (...) { step.error = std::current_exception(); }

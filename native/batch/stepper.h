@@ -15,11 +15,11 @@ namespace as {
 
 class Stepper {
  public:
-  // A step of a model. `before` is called before the plan runs.
+  // A step of a model. `before` is called with the plan before it runs.
   struct Job {
     std::shared_ptr<StepModel> model;
     std::string plan;
-    std::function<void()> before;
+    std::function<void(const std::string& plan)> before;
   };
 
   Stepper();

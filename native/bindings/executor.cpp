@@ -448,10 +448,10 @@ void bind_executor(py::module_& m) {
           "submit",
           [](Stepper& s, std::shared_ptr<StepModel> executor, const py::bytes& plan,
              std::shared_ptr<SharedMemory> shared_memory, int kind, const py::bytes& prefix, int profiling) {
-            const std::string bytes = plan;
             s.submit(
-                {executor, bytes, [executor, shared_memory, kind, command = std::string(prefix) + bytes, profiling] {
-                   if (shared_memory) shared_memory->publish(kind, command);
+                {executor, plan,
+                 [executor, shared_memory, kind, prefix = std::string(prefix), profiling](const std::string& plan) {
+                   if (shared_memory) shared_memory->publish(kind, prefix + plan);
                    if (profiling >= 0) executor->set_profiling(profiling);
                  }});
           },
@@ -468,7 +468,7 @@ void bind_executor(py::module_& m) {
               py::gil_scoped_release release;
               out = s.collect();
             }
-            return to_result(out, false);
+            return to_result(std::move(out), false);
           },
           "Waits for the oldest step and returns its StepResult, or raises its exception.")
       .def("drain", &Stepper::drain, py::call_guard<py::gil_scoped_release>(),

@@ -105,13 +105,13 @@ void bind_model(Class& model) {
       .def(
           "step",
           [](Executor& e, const py::bytes& plan, bool want_logits) {
-            const std::string bytes = plan;
+            const std::string_view bytes = plan;  // Python's own, which do not change; they may be large
             StepOutput out;
             {
               py::gil_scoped_release release;
               out = e.step(bytes, want_logits);
             }
-            return to_result(out, want_logits);
+            return to_result(std::move(out), want_logits);
           },
           py::arg("plan"), py::arg("want_logits") = false)
       .def("set_profiling", &Executor::set_profiling, py::arg("on"))

@@ -20,9 +20,16 @@ std::pair<py::array_t<int32_t>, py::array_t<float>> tops_of(const std::vector<Sa
   return {std::move(ids), std::move(values)};
 }
 
+// An array [rows, width] of these values, which are not copied: the rows of an image may be large.
+py::array_t<float> rows_of(std::vector<float> values, py::ssize_t width) {
+  const auto kept = new std::vector<float>(std::move(values));
+  const py::capsule owner(kept, [](void* p) { delete static_cast<std::vector<float>*>(p); });
+  return py::array_t<float>({(py::ssize_t)kept->size() / width, width}, kept->data(), owner);
+}
+
 }  // namespace
 
-StepResult to_result(const StepOutput& out, bool want_logits) {
+StepResult to_result(StepOutput out, bool want_logits) {
   const py::ssize_t n = (py::ssize_t)out.samples.size();
   StepResult r;
   r.copy_seconds = out.copy_seconds;
@@ -44,14 +51,8 @@ StepResult to_result(const StepOutput& out, bool want_logits) {
     std::tie(r.prompt_top_ids, r.prompt_top_logprobs) = tops_of(out.scores);
     r.prompt_logprobs = std::move(values);
   }
-  if (!out.hidden.empty()) {
-    const py::ssize_t width = out.hidden_width;
-    r.hidden = py::array_t<float>({(py::ssize_t)out.hidden.size() / width, width}, out.hidden.data());
-  }
-  if (want_logits) {
-    const py::ssize_t width = std::max(out.logit_width, 1);
-    r.logits = py::array_t<float>({(py::ssize_t)out.logits.size() / width, width}, out.logits.data());
-  }
+  if (!out.hidden.empty()) { r.hidden = rows_of(std::move(out.hidden), out.hidden_width); }
+  if (want_logits) { r.logits = rows_of(std::move(out.logits), std::max(out.logit_width, 1)); }
   return r;
 }
 

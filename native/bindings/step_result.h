@@ -17,6 +17,6 @@ struct StepResult {
   py::object prompt_logprobs, prompt_top_ids, prompt_top_logprobs, hidden, logits;
 };
 
-StepResult to_result(const StepOutput& out, bool want_logits);
+StepResult to_result(StepOutput out, bool want_logits);
 
 }  // namespace as

@@ -123,7 +123,7 @@ std::pair<std::vector<SpanCopy>, int> Executor::verify_host_cache() {
   return host_cache_->verify();
 }
 
-StepOutput Executor::step(const std::string& plan, bool want_logits) {
+StepOutput Executor::step(std::string_view plan, bool want_logits) {
   if (!runner_) throw std::invalid_argument("allocate() before step()");
   if (queued_) return queued_->step(plan, want_logits);
   return decoder_->step(plan, want_logits);

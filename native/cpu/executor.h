@@ -51,8 +51,8 @@ class Executor : public Model {
   void allocate_host_cache(int spans, int file, size_t offset);
   std::pair<std::vector<SpanCopy>, int> verify_host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
-  StepOutput step(const std::string& plan, bool want_logits) override;
-  bool begin(const std::string& plan) override { return queued_ && queued_->begin(plan); }
+  StepOutput step(std::string_view plan, bool want_logits) override;
+  bool begin(std::string_view plan) override { return queued_ && queued_->begin(plan); }
   void sample() override { queued_->sample(); }
   bool done() const override { return !queued_ || queued_->done(); }
   StepOutput finish() override { return queued_->finish(); }

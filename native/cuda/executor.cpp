@@ -215,13 +215,13 @@ std::pair<int, int> CudaExecutor::warm_up(int count) {
   return counts;
 }
 
-StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
+StepOutput CudaExecutor::step(std::string_view plan, bool want_logits) {
   check_loaded();
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
 
-bool CudaExecutor::begin(const std::string& plan) {
+bool CudaExecutor::begin(std::string_view plan) {
   check_loaded();
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->begin(plan);

@@ -59,8 +59,8 @@ class CudaExecutor : public Model {
   void load();
   // After allocate(), between steps: CudaRunner::warm_up() of this model, and of its drafts'.
   std::pair<int, int> warm_up(int count);
-  StepOutput step(const std::string& plan, bool want_logits) override;
-  bool begin(const std::string& plan) override;
+  StepOutput step(std::string_view plan, bool want_logits) override;
+  bool begin(std::string_view plan) override;
   void sample() override;
   bool done() const override { return !decoder_ || decoder_->done(); }
   StepOutput finish() override;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cuda/memory/host_threads.h"
 #include "cuda/ops/all_reduce.h"
 
 namespace as::cuda {
@@ -160,7 +161,10 @@ RunOutput CudaRunner::finish(const Batch& batch) {
   output.samples.resize(outputs);
   if (hidden_rows_) {
     output.hidden_width = workspace_.tensors[hidden_].rows.width;
-    output.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * output.hidden_width);
+    output.hidden = std::move(hidden_values_);
+    const float* const from = host_hidden_.as<float>();
+    share_work((int64_t)output.hidden.size(), output.hidden.size() * sizeof(float),
+               [&](int64_t begin, int64_t end) { std::copy(from + begin, from + end, output.hidden.begin() + begin); });
   }
   if (!sampling_.heads) return output;
   const int width = logits().rows.width;
@@ -235,6 +239,7 @@ void CudaRunner::copy_hidden(const Batch& batch) {
           "copying hidden states");
     hidden_rows_ += rows;
   }
+  hidden_values_.resize(hidden_rows_ * from.width);  // the first touch of its memory takes time, while the GPU computes
 }
 
 void CudaRunner::launch(const Size& size, bool heads, bool timed) {

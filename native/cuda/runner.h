@@ -90,6 +90,7 @@ class CudaRunner : public QueuedRunner {
   std::set<int> paired_;          // weights whose gate and up rows are interleaved
   int hidden_ = -1;               // the tensor of hidden states; -1: none
   size_t hidden_rows_ = 0;
+  std::vector<float> hidden_values_;  // of the step's result
   Memory host_argmax_, host_logits_, host_hidden_;
   std::optional<DeviceSampler> device_sampler_;
   std::vector<SampledBy> sampled_by_;  // of each output of the step

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cuda/memory/host_threads.h"
+
 namespace as::cuda {
 namespace {
 
@@ -123,16 +125,21 @@ void StepData::add_sights(const Batch& batch, const Item& item) const {
   std::fill_n(host(sizes_) + pitch_ + item.row, item.count, width);
 }
 
-// Queues the copy of the rows that the plan gives, one after the other.
+// Queues the copy of the rows that the plan gives, one after the other. One of several threads passes its rows on while
+// others still copy theirs to pinned memory.
 void StepData::add_given(const Batch& batch, const Device& device) const {
-  float* const to = given_turns_[turn_].as<float>();
-  int count = 0;
+  const size_t width = needs_.given, bytes = width * sizeof(float);
+  std::vector<const float*> rows;
   for (size_t r = 0; r < batch.given.size(); r++)
-    if (batch.given[r])
-      std::copy_n(batch.given[r], needs_.given, to + (size_t)count * needs_.given), host(given_)[r] = count++;
-  check(cudaMemcpyAsync(given_rows_.as(), to, (size_t)count * needs_.given * sizeof(float), cudaMemcpyHostToDevice,
-                        device.stream()),
-        "copying rows that the plan gives");
+    if (batch.given[r]) host(given_)[r] = (int)rows.size(), rows.push_back(batch.given[r]);
+  float* const to = given_turns_[turn_].as<float>();
+  share_work((int64_t)rows.size(), rows.size() * bytes, [&](int64_t begin, int64_t end) {
+    device.use();
+    for (int64_t i = begin; i < end; i++) std::copy_n(rows[i], width, to + i * width);
+    check(cudaMemcpyAsync(given_rows_.as<float>() + begin * width, to + begin * width, (end - begin) * bytes,
+                          cudaMemcpyHostToDevice, device.stream()),
+          "copying rows that the plan gives");
+  });
 }
 
 void StepData::choose_tiles(const Batch& batch) {
