@@ -296,6 +296,7 @@ class ModelInfo:
     draft_layers: int = 0
     reasoning: bool = False             #: whether requests may limit reasoning (thinking_token_budget)
     sees_images: bool = False           #: whether requests may have images
+    no_images_reason: str = ""          #: why they may not, where another form of the model may see images
     #: values of GenerateConfig that the checkpoint's generation_config.json recommends. The HTTP server applies them;
     #: engines do not
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

@@ -134,8 +134,9 @@ class InputStage:
         if not spec.images:
             return self._text_ids(spec, bare), None
         if self.images is None:
+            why = self._info.no_images_reason and f": {self._info.no_images_reason}"
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                                f"images: model {self._info.name!r} ({self._info.architecture}) takes no images")
+                                f"images: model {self._info.name!r} ({self._info.architecture}) takes no images{why}")
         if spec.text_pair is not None:
             raise ValueError("images: a prompt with images has no text_pair")
         if self.images.together and (spec.config.prompt_logprobs is not None or spec.config.pooling is not None):

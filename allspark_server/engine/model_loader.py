@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -143,10 +144,13 @@ def open_model(
 def _image_stage(config: AsModelConfig, info: ModelInfo, tower: TowerRunner,
                  post: Callable[[Callable[[], None]], None]) -> ImageStage | None:
     """What a model with a vision tower does with images; None if its checkpoint does not say how they are prepared."""
-    processor = read_processor(config.model_path, read_json(Path(config.model_path, "config.json")))
+    directory = Path(info.tokenizer_dir or config.model_path)     # of a serialized model, the former has these files
+    described = os.path.lexists(directory / "config.json")
+    processor = read_processor(directory, read_json(directory / "config.json")) if described else None
     if processor is None:
-        logger.warning("%s has a vision tower, but no preprocessor_config.json: model %r refuses images",
-                       config.model_path, config.model_name)
+        info.no_images_reason = (f"{directory} has {'no preprocessor_config.json' if described else 'no config.json'}, "
+                                 "which says how they are prepared")
+        logger.warning("model %r refuses images: %s", config.model_name, info.no_images_reason)
         return None
     processor.start()
     # An image that took the whole context would leave no room for a question and its answer.

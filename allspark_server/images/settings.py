@@ -21,6 +21,7 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers
 
 _FILES = (("processor_config.json", "image_processor"), ("preprocessor_config.json", ""))
 _VIDEO_FILES = (("processor_config.json", "video_processor"), ("video_preprocessor_config.json", ""))
+SETTINGS_FILES = sorted({name for name, _ in (*_FILES, *_VIDEO_FILES)})
 
 
 @dataclass(frozen=True)

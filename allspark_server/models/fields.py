@@ -12,6 +12,7 @@ MAX_LAYERS, MAX_HEAD_DIM, MAX_SIZE, MAX_POSITIONS = 10_000, 1 << 13, 1 << 24, 1 
 MAX_EOS_IDS = 1000
 MAX_EXPERTS = 1 << 14
 MAX_NUMBER = 1e30
+MAX_PATCHES = 1 << 17   # of an image
 
 
 class Fields:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from allspark_server.models.fields import MAX_EOS_IDS, MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE
+from allspark_server.models.fields import (
+    MAX_EOS_IDS,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_LAYERS,
+    MAX_PATCHES,
+    MAX_POSITIONS,
+    MAX_SIZE,
+)
 
 PLAIN_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 ROPE_TYPES = (*PLAIN_ROPE_TYPES, "longrope", "proportional")
@@ -273,28 +281,39 @@ class VisionConfig:
     patch: int
     merge: int
     outputs: int
-    side: int = 0
+    side: int = _in_graph(0)
     taps: tuple[int, ...] = ()
-    activation: str = ""
-    norm: str = "layer"
+    activation: str = _in_graph("")
+    norm: str = _in_graph("layer")
     window: int = 0
-    whole: tuple[int, ...] = ()
-    patch_bias: bool = False
-    projector_bias: bool = True
-    merger_eps: float = 1e-6
+    whole: tuple[int, ...] = _in_graph(())
+    patch_bias: bool = _in_graph(False)
+    projector_bias: bool = _in_graph(True)
+    merger_eps: float = _in_graph(1e-6)
     tokens: int = 0
     most: int = 0
     leading: int = 0
-    rows: int = 0
-    clipped: bool = False
-    standardized: bool = False
+    rows: int = _in_graph(0)
+    clipped: bool = _in_graph(False)
+    standardized: bool = _in_graph(False)
     together: bool = False
-    family: str = "qwen"
+    family: str = _in_graph("qwen")
 
     @property
     def width(self) -> int:
         """Values of an output, those of taps included."""
         return self.outputs * (1 + len(self.taps))
+
+    def check(self) -> None:
+        """ValueError names a field that no tower can have."""
+        for name in ("patch", "merge", "outputs"):
+            if not 0 < getattr(self, name) <= MAX_SIZE:
+                raise ValueError(f"vision.{name} is {getattr(self, name)}: it must be positive and at most {MAX_SIZE}")
+        for name in ("window", "tokens", "most", "leading"):
+            if not 0 <= getattr(self, name) <= MAX_PATCHES:
+                raise ValueError(f"vision.{name} is {getattr(self, name)}: it must be 0 to {MAX_PATCHES}")
+        if len(self.taps) > MAX_LAYERS:
+            raise ValueError(f"vision.taps has {len(self.taps)} layers: at most {MAX_LAYERS} are possible")
 
 
 @dataclass(frozen=True)
@@ -436,6 +455,8 @@ class ModelConfig:
             within("experts.per_token", self.experts.per_token, self.experts.count)
             within("experts.intermediate_size", self.experts.intermediate_size, MAX_SIZE)
             within("experts.shared_size + 1", self.experts.shared_size + 1, MAX_SIZE)
+        if self.vision is not None:
+            self.vision.check()
         if len(self.eos_token_ids) > MAX_EOS_IDS or not all(0 <= i < 1 << 31 for i in self.eos_token_ids):
             raise ValueError(f"eos_token_ids must be at most {MAX_EOS_IDS} ids of 0 to 2^31 - 1")
         return self

@@ -19,13 +19,11 @@ from allspark_server.models.blocks import (
     qkv_projection,
     sliced_qkv,
 )
-from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_SIZE, Fields
+from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_PATCHES, MAX_SIZE, Fields
 from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight, in_groups
 from allspark_server.models.network import EncoderConfig, ModelConfig, RopeConfig, VisionConfig
 from allspark_server.models.rotary import Rotary, rotary_of
 from allspark_server.weights.shard import Split
-
-MAX_PATCHES = 1 << 17   # of an image: a bound on what a configuration may ask for
 
 
 def build_tower(config: ModelConfig) -> Graph:

@@ -83,6 +83,7 @@ class ModelRunner:
         self._draft_executors: list[Any] = []
         #: the vision tower, once load() has opened the model; None if it takes no images
         self.tower: TowerRunner | None = None
+        self._no_images_reason = ""
         self._profiler: Profiler | None = None
         self._meter: RooflineMeter | GpuRooflineMeter | None = None
         self._host_file: HostCacheFile | None = None
@@ -120,12 +121,14 @@ class ModelRunner:
             self._drafts = [RankModel(config, "", "", self.rank, self.world, device, of=model, layer=layer)
                             for layer in range(model.draft_layers)]
         models += self._drafts
+        self._no_images_reason = model.opened.no_images_reason
         if model.opened.tower is not None and (missing := device.missing(model.opened.tower.graph)):
-            logger.warning("model %s: its vision tower has %s, which compute_unit=%r does not have: images are refused",
-                           config.model_name, missing, config.compute_unit)
+            self._no_images_reason = (f"its vision tower has {missing}, which compute_unit={config.compute_unit!r} "
+                                      "does not have")
+            logger.warning("model %s: images are refused: %s", config.model_name, self._no_images_reason)
         elif model.opened.tower is not None:
             self.tower = TowerRunner(config, model.opened.tower, self.rank, self.world, device,
-                                     bool(model.graph.config.rope.sections))
+                                     any("temporal" in op.attrs for op in model.graph.ops))
             self._check_images()
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
@@ -217,7 +220,7 @@ class ModelRunner:
             with memory_errors(f"allocating the memory of the vision tower of model {config.model_name!r}"):
                 self.tower.allocate()
         seen = [self.tower.hash_facts] if self.tower is not None else []
-        hash_of_model = model_hash(model.opened, model.opened_formats, [*(digests or [self.digest]), *seen])
+        hash_of_model = model_hash(model.opened, model.opened_formats, digests or [self.digest], seen)
         if host_spans:
             with memory_errors(f"allocating the host cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
@@ -239,7 +242,7 @@ class ModelRunner:
             cache_windows=list(self._groups.windows), state_spans=self._state_spans,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops), draft_layers=model.draft_layers,
-            **text_outputs(model.graph, model.opened.tokenizer_dir),
+            no_images_reason=self._no_images_reason, **text_outputs(model.graph, model.opened.tokenizer_dir),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
     def _weight_bytes(self) -> int:

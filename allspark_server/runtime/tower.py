@@ -52,8 +52,8 @@ class OpCost:
 
 def _row_end(opened: OpenedModel) -> np.ndarray | None:
     """The row that ends a row of an image (LLaVA-NeXT). AllSparkError if it has another number of values."""
-    name, vision = "image_newline", opened.graph.config.vision
-    if vision is None or not vision.leading or name not in opened.source.names():
+    name, vision = opened.row_end, opened.graph.config.vision
+    if name is None or vision is None:
         return None
     tensor = opened.source.get(name)
     if tensor.data is None or tensor.shape != (vision.outputs,):

@@ -17,7 +17,14 @@ from google.protobuf.message import DecodeError, Message
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
-from allspark_server.models.network import ExpertConfig, ModelConfig, RopeConfig, stored_fields
+from allspark_server.models.network import (
+    EncoderConfig,
+    ExpertConfig,
+    ModelConfig,
+    RopeConfig,
+    VisionConfig,
+    stored_fields,
+)
 from allspark_server.models.ops import Attribute
 from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file, replacing
@@ -40,16 +47,19 @@ from allspark_server.weights.safetensors import StoredTensor, aligned, write_saf
 from allspark_server.weights.shard import Split
 
 if TYPE_CHECKING:
-    from allspark_server.weights.checkpoint import Source
+    from allspark_server.weights.checkpoint import OpenedModel, Source
     from allspark_server.weights.quantized import QuantizedTensor
 
 VERSION, QUANTIZED_VERSION = 1, 2
 PARAM_FORMAT = "asparam-1"
+TOWER = "vision_tower."     # before the names of the tower's tensors in .asparam
 TEXT_MARK = b"# allspark graph, text form\n"
 STORED_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 PIECE_ELEMENTS = 1 << 22
 
 logger = logging.getLogger(__name__)
+
+Entry = tuple[str, str, tuple[int, ...]]    # name, type and shape of a tensor
 
 # The native library's function: (data, its stored type, bits, group size) -> (q [n, row bytes], scales [n, groups],
 # offsets [n, groups], number of values that are NaN or infinite).
@@ -57,8 +67,8 @@ Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, n
 
 
 # -- graph <-> message -------------------------------------------------------------------------------------------------
-def to_message(graph: Graph) -> pb.Graph:
-    """The protobuf message that stores a graph."""
+def to_message(graph: Graph, tower: Graph | None = None) -> pb.Graph:
+    """The protobuf message that stores a graph. tower: that of the model's vision tower."""
     config = {name: getattr(graph.config, name) for name in stored_fields(ModelConfig)}
     rope, experts = config.pop("rope"), config.pop("experts")
     stored = {name: getattr(rope, name) for name in stored_fields(RopeConfig) if getattr(rope, name) is not None}
@@ -66,6 +76,11 @@ def to_message(graph: Graph) -> pb.Graph:
     if experts is not None:
         stored = {name: getattr(experts, name) for name in stored_fields(ExpertConfig)}
         message.config.experts.CopyFrom(pb.Experts(**stored))
+    if graph.config.vision is not None:
+        vision = {name: getattr(graph.config.vision, name) for name in stored_fields(VisionConfig)}
+        message.config.vision.CopyFrom(pb.Vision(**vision))
+    if tower is not None:
+        message.tower.CopyFrom(to_message(tower))
     if graph.quantization is not None:
         how, message.version = graph.quantization, QUANTIZED_VERSION
         message.quantization.CopyFrom(
@@ -120,8 +135,22 @@ def _format_message(form: WeightFormat | None) -> pb.Format | None:
     return pb.Format(dtype=form.dtype, group_size=form.group_size, layout=layout)
 
 
+def graphs_of(message: pb.Graph) -> tuple[Graph, Graph | None]:
+    """The graphs of a model and of its vision tower that a message stores. ValueError if they are not consistent."""
+    graph = from_message(message)
+    if graph.config.vision is not None:
+        raise ValueError("it holds a vision tower without its model")
+    if not message.HasField("tower"):
+        return graph, None
+    tower = from_message(message.tower)
+    if tower.config.vision is None or message.tower.HasField("tower"):
+        raise ValueError("its vision tower is not one")
+    graph.config = dataclasses.replace(graph.config, tower=tower.config)
+    return graph, tower
+
+
 def from_message(message: pb.Graph) -> Graph:
-    """The graph that a message stores. ValueError if it is not consistent."""
+    """The graph of a model, or of a vision tower, that a message stores. ValueError if it is not consistent."""
     if message.version not in (VERSION, QUANTIZED_VERSION):
         raise ValueError(
             f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}"
@@ -135,8 +164,12 @@ def from_message(message: pb.Graph) -> Graph:
     rope = {name: getattr(message.config.rope, name) for name in stored_fields(RopeConfig)}
     if not message.config.rope.HasField("attention_factor"):
         rope["attention_factor"] = None
+    if message.config.HasField("vision"):
+        values = {name: getattr(message.config.vision, name) for name in stored_fields(VisionConfig)}
+        fields["vision"] = VisionConfig(**{**values, "taps": tuple(values["taps"])})
+        fields["encoder"] = EncoderConfig("mean")
     config = ModelConfig(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"]), "rope": RopeConfig(**rope)})
-    if config.architecture not in ARCHITECTURES:
+    if config.architecture not in ARCHITECTURES and config.vision is None:
         raise ValueError(f"its architecture is {config.architecture!r}: known are {', '.join(ARCHITECTURES)}")
     graph = Graph(config.checked())
     if message.HasField("quantization"):
@@ -250,9 +283,9 @@ def _stored_split(message: Message, name: str) -> Split | None:
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
-def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
-    """Writes an .asgraph file. AllSparkError if that fails."""
-    message = to_message(graph)
+def write_graph(graph: Graph, path: Path, *, text: bool = False, tower: Graph | None = None) -> None:
+    """Writes an .asgraph file. tower: the graph of the model's vision tower. AllSparkError if that fails."""
+    message = to_message(graph, tower)
     if text:
         data = TEXT_MARK + text_format.MessageToString(message).encode()
     else:
@@ -262,60 +295,97 @@ def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
 
 
 def read_graph(path: Path) -> Graph:
-    """Reads an .asgraph file, binary or text. AllSparkError if it is damaged or of another version."""
+    """The graph of the model in an .asgraph file; see read_graphs."""
+    return read_graphs(path)[0]
+
+
+def read_graphs(path: Path) -> tuple[Graph, Graph | None]:
+    """Reads an .asgraph file, binary or text: the graphs of the model and of its vision tower, None if it has none.
+
+    AllSparkError if it is damaged or of another version.
+    """
     data = read_file(path, MAX_GRAPH_BYTES)
     try:
         if data.startswith(TEXT_MARK):
             message = text_format.Parse(data.decode(), pb.Graph())
         else:
             message = pb.Graph.FromString(data)
-        return from_message(message)
+        return graphs_of(message)
     except (DecodeError, text_format.ParseError, UnicodeDecodeError, ValueError) as error:
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} is not a readable .asgraph file: {error}") from error
 
 
 def write_params(
-    graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None
+    graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None,
+    tower: OpenedModel | None = None
 ) -> None:
     """Writes every tensor that the graph uses, whole, with its crc32.
 
     dtype: the type of tensors that are not quantized: "auto" (as stored) or a key of STORED_TYPES. quantize: quantizes
-    the weights of a graph with quantized weights; None if they are quantized in the source.
+    the weights of a graph with quantized weights; None if they are quantized in the source. tower: the vision tower,
+    whose tensors are written as its source has them.
     """
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
-    weights = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
-    stored = {name: weight.stored for name, (weight, _) in weights.items()}
-    entries: list[tuple[str, str, tuple[int, ...]]] = []
-    data: list[Iterator[np.ndarray]] = []
+    written = list(_written(graph, source, wanted, quantize))
+    if tower is not None:
+        written += _written(tower.graph, tower.source, wanted, None, TOWER, [tower.row_end] if tower.row_end else [])
     # Tensors that are read in place must be aligned. Quantized ones have any number of bytes, so they come last.
-    for name in sorted(stored, key=lambda n: (stored[n] is not None, n)):
-        form = stored[name]
+    written.sort(key=lambda tensor: (tensor.form is not None, tensor.name))
+    formats = {f"format:{tensor.name}": str(tensor.form) for tensor in written if tensor.form is not None}
+    write_safetensors(path, [entry for tensor in written for entry in tensor.entries],
+                      {"format": PARAM_FORMAT, **formats}, [data for tensor in written for data in tensor.data],
+                      checksums=True)
+
+
+@dataclasses.dataclass
+class _Written:
+    """A tensor that is written, or the tensors that a quantized one consists of: name, type and shape of each, and its
+    pieces.
+    """
+
+    name: str
+    form: WeightFormat | None
+    entries: list[Entry]
+    data: list[Iterator[np.ndarray]]
+
+
+def _written(graph: Graph, source: Source, wanted: str | None, quantize: Quantize | None, prefix: str = "",
+             more: Iterable[str] = ()) -> Iterator[_Written]:
+    """What is written of the tensors of a graph, and of `more` that it does not name. prefix: of their names. wanted:
+    the stored type of tensors that are not quantized, None for their own.
+    """
+    weights = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
+    for name in more:
+        tensor = source.get(name)
+        yield _Written(prefix + name, None, [(prefix + name, wanted or tensor.dtype, tensor.shape)],
+                       [_pieces(tensor, wanted or tensor.dtype)])
+    for name, (weight, part) in weights.items():
+        form, own = weight.stored, prefix + name
         if form is not None and quantize is None:
-            weight, part = weights[name]
             shape = part.stored_rows, weight.columns
             found, suffixes = source.quantized(name, form, shape), form.scale_tensors(weight.columns)
-            entries += [(name + suffix, kind, (shape[0], width)) for suffix, (kind, width) in suffixes.items()]
-            entries.append((name, "U8", (shape[0], form.row_bytes(shape[1]))))
-            data += [_stored_pieces(found, form, shape, i) for i in (*_arrays_of(suffixes), 0)]
+            entries: list[Entry] = [(own + suffix, kind, (shape[0], width))
+                                    for suffix, (kind, width) in suffixes.items()]
+            entries.append((own, "U8", (shape[0], form.row_bytes(shape[1]))))
+            data = [_stored_pieces(found, form, shape, i) for i in (*_arrays_of(suffixes), 0)]
             if found.order is not None:
-                entries.append((name + ORDER, "I32", (shape[1],)))
+                entries.append((own + ORDER, "I32", (shape[1],)))
                 data.append(iter([found.order]))
+            yield _Written(own, form, entries, data)
             continue
         tensor = source.get(name)
         if form is None:
-            entries.append((name, wanted or tensor.dtype, tensor.shape))
-            data.append(_pieces(tensor, wanted or tensor.dtype))
+            yield _Written(own, None, [(own, wanted or tensor.dtype, tensor.shape)],
+                           [_pieces(tensor, wanted or tensor.dtype)])
             continue
         if len(tensor.shape) not in (2, 3):
             raise not_available(f"Quantizing tensor {name!r} of shape {list(tensor.shape)}")
         rows, columns = tensor.shape[:-1], tensor.shape[-1]
-        entries += [(name + suffix, kind, (*rows, width))
-                    for suffix, (kind, width) in form.scale_tensors(columns).items()]
-        entries.append((name, "U8", (*rows, form.row_bytes(columns))))
+        entries = [(own + suffix, kind, (*rows, width))
+                   for suffix, (kind, width) in form.scale_tensors(columns).items()]
+        entries.append((own, "U8", (*rows, form.row_bytes(columns))))
         assert quantize is not None  # otherwise the source has it quantized, see above
-        data += _quantized_pieces(tensor, form, quantize)
-    formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
-    write_safetensors(path, entries, {"format": PARAM_FORMAT, **formats}, data, checksums=True)
+        yield _Written(own, form, entries, _quantized_pieces(tensor, form, quantize))
 
 
 def _arrays_of(suffixes: Iterable[str]) -> list[int]:

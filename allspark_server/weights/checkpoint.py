@@ -28,7 +28,7 @@ from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.models.vision import build_tower
 from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import vocabulary_file
-from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
+from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, TOWER, from_float32, read_graphs, to_float32
 from allspark_server.weights.common_form import common_form
 from allspark_server.weights.files import MAX_INDEX_BYTES, read_json
 from allspark_server.weights.formats import (
@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+GGUF_IMAGES = ("it was loaded from a GGUF file, which holds no vision tower, and mmproj files are not read; load its "
+               "Hugging Face directory, or what `allspark convert` made of that")
 
 
 class Source:
@@ -108,28 +110,34 @@ class SafetensorsSource(Source):
 
 
 class ParamSource(SafetensorsSource):
-    """An .asparam file: safetensors with a crc32 of every tensor in its metadata. A quantized matrix consists of
-    several tensors; see quantized().
+    """The tensors of a model, or of its vision tower, in an .asparam file: safetensors with a crc32 of every tensor in
+    its metadata. A quantized matrix consists of several tensors; see quantized().
     """
 
-    def __init__(self, path: Path):
-        self.file = SafetensorsFile(path)
+    def __init__(self, path: Path, prefix: str = ""):
+        """prefix: TOWER for the tower's tensors, whose names then lack it."""
+        self.file, self.prefix = SafetensorsFile(path), prefix
         if self.file.metadata.get("format") != PARAM_FORMAT:
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                                 f"{path} is not an .asparam file: its metadata has format "
                                 f"{self.file.metadata.get('format')!r}, expected {PARAM_FORMAT!r}")
-        super().__init__(path, dict.fromkeys(self.file.names(), self.file))
+        own = [name[len(prefix):] for name in self.file.names() if name.startswith(TOWER) == bool(prefix)]
+        super().__init__(path, dict.fromkeys(own, self.file))
+
+    def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
+        return self.file.get(self.prefix + name)
 
     def names(self) -> Iterable[str]:
         """See `Source.names`."""
-        quantized = [name for name in self.files if f"format:{name}" in self.file.metadata]
+        quantized = [name for name in self.files if f"format:{self.prefix}{name}" in self.file.metadata]
         suffixes = SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER
         return self.files.keys() - {name + suffix for name in quantized for suffix in suffixes}
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
         """See `Source.quantized`."""
-        q, found = self.get(name), self.file.metadata.get(f"format:{name}")
+        q, found = self.get(name), self.file.metadata.get(f"format:{self.prefix}{name}")
         if found != str(form):
             raise AllSparkError(
                 AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}"
@@ -164,7 +172,7 @@ class ParamSource(SafetensorsSource):
 
     def verify(self, rank: int, world: int) -> None:
         """See `Source.verify`."""
-        names = sorted(self.files)[rank::world]
+        names = [self.prefix + name for name in sorted(self.files)[rank::world]]
         crc32 = native_library().crc32
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # crc32 runs without the GIL
             for name, found in zip(names, pool.map(lambda n: crc32(self.file.raw(n)), names)):
@@ -176,7 +184,8 @@ class ParamSource(SafetensorsSource):
 
     def checksum(self) -> str:
         """See `Source.checksum`."""
-        facts = [(name, self.get(name).dtype, self.file.metadata.get(f"crc32:{name}")) for name in sorted(self.files)]
+        facts = [(name, self.get(name).dtype, self.file.metadata.get(f"crc32:{self.prefix}{name}"))
+                 for name in sorted(self.files)]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -317,8 +326,9 @@ class VisionPart(Renamed):
     multiplies from the left is transposed; a single value is a vector.
     """
 
+    ROW_END = "image_newline"
     PREFIXES = (("visual.", ""), ("vision_tower.", ""), ("multi_modal_projector.", "projector."),
-                ("embed_vision.", "embed_vision."), ("image_newline", "image_newline"))
+                ("embed_vision.", "embed_vision."), ("image_newline", ROW_END))
     CONVOLUTIONS = ("patch_embed.proj.weight", "patch_conv.weight", "embeddings.patch_embedding.weight")
     TRANSPOSED = ("projector.mm_input_projection_weight",)
     FIRST = "embeddings.class_embedding"    # a second row follows it, of zeros
@@ -443,13 +453,23 @@ VIEWS: dict[str, Callable[[Source], Changed]] = {
 @dataclass(frozen=True)
 class OpenedModel:
     """The op list of a model and its weights. tokenizer_dir: the directory of tokenizer.json, None if there is none.
-    tower: the vision tower; None if the model takes no images.
+    tower: the vision tower; None if the model takes no images. no_images_reason: why it takes none, where another form
+    of the model may.
     """
 
     graph: Graph
     source: Source
     tokenizer_dir: str | None
     tower: OpenedModel | None = None
+    no_images_reason: str = ""
+
+    @property
+    def row_end(self) -> str | None:
+        """Of a vision tower: the tensor of the embedding row that ends a row of an image (LLaVA-NeXT); None if
+        there is none.
+        """
+        vision, name = self.graph.config.vision, VisionPart.ROW_END
+        return name if vision is not None and vision.leading and name in self.source.names() else None
 
 
 def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, Any] | None = None) -> OpenedModel:
@@ -465,7 +485,9 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
         try:
             config = read_config(path, rope_scaling)
             tower = _open_tower(config, source)
+            without_tower = ""
             if tower is None and config.tower is not None:
+                without_tower = f"{source.where()} has no tensors of a vision tower"
                 config = dataclasses.replace(config, tower=None)
             if view := ARCHITECTURES[config.architecture].stored_as:
                 source = VIEWS[view](source)
@@ -482,15 +504,19 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{path / 'config.json'} describes no network: {error}") from None
-        return OpenedModel(graph, source, _tokenizer(path), tower)
+        return OpenedModel(graph, source, _tokenizer(path), tower, without_tower)
     if not os.path.lexists(path):
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"model_path {model_path!r} does not exist: expected a Hugging "
                                                         "Face directory, a .gguf file or an .asgraph file")
     if path.suffix == ".gguf":
         return _open_gguf(path)
-    graph = read_graph(path)
-    source = ParamSource(Path(weights_path) if weights_path else path.with_suffix(".asparam"))
-    return OpenedModel(graph, source, _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent))
+    graph, of_tower = read_graphs(path)
+    params = Path(weights_path) if weights_path else path.with_suffix(".asparam")
+    tower = None if of_tower is None else OpenedModel(of_tower, ParamSource(params, TOWER), None)
+    could_see = tower is None and ARCHITECTURES[graph.config.architecture].tower is not None
+    return OpenedModel(graph, ParamSource(params),
+                       _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent), tower,
+                       f"{path.name} has no vision tower; serialize a checkpoint that has one" if could_see else "")
 
 
 def _open_tower(config: ModelConfig, source: Source) -> OpenedModel | None:
@@ -514,7 +540,7 @@ def _open_gguf(path: Path) -> OpenedModel:
         graph = quantized_graph(build_graph(config), source)
     except ValueError as error:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} describes no network: {error}") from None
-    return OpenedModel(graph, source, tokenizer_directory(files[0]))
+    return OpenedModel(graph, source, tokenizer_directory(files[0]), no_images_reason=GGUF_IMAGES)
 
 
 def _quantized_source(source: Source, directory: Path) -> Source:
@@ -648,18 +674,22 @@ def _indexed(directory: Path) -> SafetensorsSource:
     return SafetensorsSource(directory, {tensor: files[name] for tensor, name in weight_map.items()})
 
 
-def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests: Sequence[str]) -> str:
+def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests: Sequence[str],
+               tower: Sequence[str] = ()) -> str:
     """A digest of everything that a model computes with: config, ops, all bytes of its tensors, and the formats of its
     matrices (by the weight's name).
 
-    digests: Loader.digest() of every rank. Copies of a checkpoint, or of its serialized form, have the same hash on the
-    same number of ranks.
+    digests: Loader.digest() of every rank. tower: what the bits of images depend on besides the weights. Copies of a
+    checkpoint, or of its serialized form, have the same hash on the same number of ranks.
     """
     graph = model.graph
     ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]
     constants = sorted((name, weight.values) for name, weight in graph.weights.items() if weight.values)
     splits = sorted({repr(split) for weight in graph.weights.values()
                      for split in (weight.column_split, *(part.units for part in weight.parts)) if split is not None})
-    facts = (repr(graph.config), ops, constants, splits, model.source.checksum() or list(digests),
+    read: str | list[str] = model.source.checksum() or list(digests)
+    if model.tower is not None and tower:
+        read = [*([read, model.tower.source.checksum()] if isinstance(read, str) else read), *tower]
+    facts = (repr(graph.config), ops, constants, splits, read,
              sorted((name, str(form)) for name, form in formats.items()))
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

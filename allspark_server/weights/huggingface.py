@@ -17,14 +17,15 @@ from allspark_client.config import ASGenerationConfigBuilder, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.runtime_config import AsModelRuntimeConfigBuilder
 from allspark_client.types import RoPEScaleMethod, TargetDevice
+from allspark_server.images.settings import SETTINGS_FILES
 from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.models.adapters import with_adapters
 from allspark_server.models.sentence_modules import module_files
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import JSON, vocabulary_file
-from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
-from allspark_server.weights.checkpoint import OpenedModel, open_model
+from allspark_server.weights.asgraph import STORED_TYPES, read_graphs, write_graph, write_params
+from allspark_server.weights.checkpoint import OpenedModel, Source, open_model
 from allspark_server.weights.files import open_regular, read_json, replacing
 from allspark_server.weights.formats import Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
@@ -280,14 +281,16 @@ class HuggingFaceModel:
             except OSError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
             quantize = native_library().Executor(num_threads=physical_cores()).quantize_rows if how else None
-            write_params(graph, model.source, param_path, self.data_type, quantize)
-            write_graph(graph, graph_path, text=text_graph)
+            write_params(graph, model.source, param_path, self.data_type, quantize, model.tower)
+            write_graph(graph, graph_path, text=text_graph, tower=model.tower.graph if model.tower else None)
         self._files = graph_path, param_path
         return self
 
     def _is_written(self, graph_path: Path, how: Quantization | None) -> bool:
-        """Whether a serialized model has the requested rotary scaling and quantization."""
-        graph = read_graph(graph_path)
+        """Whether a serialized model has the requested rotary scaling and quantization, and its vision tower."""
+        graph, tower = read_graphs(graph_path)
+        if (tower is None) != (self._opened().tower is None):
+            return False
         stored, wanted = graph.quantization, how or self._opened().graph.quantization
         return repr(graph.config.rope) == repr(self._config().rope) and \
             (stored and (stored.format, stored.quantize_head)) == (wanted and (wanted.format, wanted.quantize_head))
@@ -296,8 +299,11 @@ class HuggingFaceModel:
         tokenizer_dir = self._opened().tokenizer_dir
         if tokenizer_dir is not None:
             directory, names = Path(tokenizer_dir), [*TOKENIZER_FILES, *module_files(tokenizer_dir)]
-            if not self._opened().graph.generates:
-                names.append("config.json")  # the names of labels
+            tower = self._opened().tower
+            if tower is not None or not self._opened().graph.generates:
+                names.append("config.json")  # how the processor treats images; the names of labels
+            if tower is not None:
+                names += SETTINGS_FILES
             found = [name for name in names if (directory / name).exists()]
             for name in found:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -321,7 +327,12 @@ class HuggingFaceModel:
         )
 
     def _serialized_bytes(self, how: Quantization | None) -> int:
-        graph, source = self._graph(how), self._opened().source
+        tower = self._opened().tower
+        total = self._bytes_of(self._graph(how), self._opened().source)
+        return total + (0 if tower is None else self._bytes_of(tower.graph, tower.source))
+
+    def _bytes_of(self, graph: Graph, source: Source) -> int:
+        """Bytes of the tensors of a graph."""
         stored = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
         total = 0
         for name, (weight, part) in stored.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import shutil
 from collections.abc import Iterator
 
@@ -20,11 +21,14 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from allspark_client import AllSparkError, AsModelConfig, GenerateConfig, GenerateRequestStatus
+from allspark_client._proto import asgraph_pb2
 from allspark_client.images import Video
 from allspark_client.request import RequestSpec
 from allspark_server import HuggingFaceModel
+from allspark_server.weights.asgraph import graphs_of, read_graphs
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
 from support.driver import Driver
+from support.gguf_files import write_pair
 from support.invariance import bits
 from support.units import UNIT
 from support.vision import CONFIGS, END, PAD, START, TOGETHER, VIDEO, Reference, checkpoint, film, picture, placed
@@ -60,8 +64,9 @@ OTHERS = [(text(3 + 23 * i, i + 1), []) for i in range(6)]
 def installed(engine, model: str, **fields) -> Iterator[str]:
     name = next(_names)
     _models[name] = model
-    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **{
-        "num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 16,
+    engine.install_model(AsModelConfig(model_name=name, **{
+        "model_path": str(checkpoint(model)), "num_threads": 1,
+        "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 16,
         "lora_max_num": 0, **UNIT, **fields}))
     try:
         engine.start_model(name)
@@ -334,16 +339,69 @@ def test_large_images_are_made_smaller(engine_of, model):
             assert 1 <= spec.input_ids.count(PAD) <= 20
 
 
-@pytest.mark.parametrize("model", ["qwen3-vl", pytest.param("gemma3", marks=slow)])
-def test_serialized_models_answer_texts_as_their_checkpoints(tmp_path, model):
-    """They have no tower."""
-    HuggingFaceModel(checkpoint(model), "m").serialize_to_path(None, tmp_path)
-    outputs = []
-    for path in (checkpoint(model), tmp_path / "m.asgraph"):
-        with Driver(path, engine_max_length=64) as own:
-            outputs.append([row.tobytes() for row in own.generate(text(20), 4)[1]])
-            assert (own.runners[0].tower is None) == (path.suffix == ".asgraph")
+@pytest.mark.parametrize("where, model, quantized", [
+    ("engine", "qwen2.5-vl", False), ("client-2", "gemma4-small", True), ("engine", "llava-next", False),
+    *(pytest.param("client-2", model, quantized, marks=slow) for model in CONFIGS for quantized in (False, True))])
+def test_serialized_models_answer_images_as_their_checkpoints(engine_of, tmp_path, where, model, quantized):
+    """Also from where their checkpoint is not."""
+    source = shutil.copytree(checkpoint(model), tmp_path / "source")
+    HuggingFaceModel(source, "m").serialize_to_path(None, tmp_path / "files", enable_quant=quantized)
+    shutil.rmtree(source)
+    engine, form = engine_of(where), {"weight_dtype": "w8a8"} if quantized else {}
+    outputs, hashes = [], []
+    for fields in ({**form}, {"model_path": str(tmp_path / "files" / "m.asgraph")}):
+        with installed(engine, model, **fields) as name:
+            assert engine.get_model_info(name).sees_images
+            outputs.append(run_together(engine, name))
+            hashes.append(engine.get_model_info(name).model_hash)
+            if model.startswith("qwen") and where == "engine":
+                video = shown(text(3), 0, text(2))
+                video[video.index(PAD)] = VIDEO
+                outputs[-1].append(collect(start(engine, name, (video, [film(4, 24, 24)]))[2]))
     assert outputs[0] == outputs[1]
+    with installed(engine, model, model_path=str(tmp_path / "files" / "m.asgraph"), vision_weight_dtype="int8") as name:
+        assert engine.get_model_info(name).model_hash not in hashes     # it covers the tower's format
+        assert run_together(engine, name) != outputs[1][:len(PROBES)]
+
+
+def test_models_without_a_tower_say_what_to_do(engine_of, tmp_path):
+    """Serialized before towers were, converted by llama.cpp, or without the files of the image processor."""
+    engine, directory = engine_of("engine"), shutil.copytree(checkpoint("qwen2-vl"), tmp_path / "source")
+    HuggingFaceModel(directory, "m").serialize_to_path(None, tmp_path)
+    graph = tmp_path / "m.asgraph"
+    message = asgraph_pb2.Graph.FromString(graph.read_bytes())
+    message.ClearField("tower")
+    (tmp_path / "old.asgraph").write_bytes(message.SerializeToString())
+    (directory / "preprocessor_config.json").unlink()
+    gguf, _ = write_pair(tmp_path, "qwen2", "F32")
+    for path, fields, reason in (
+            (tmp_path / "old.asgraph", {"weights_path": str(tmp_path / "m.asparam")}, "old.asgraph has no vision tow"),
+            (gguf, {}, "GGUF file.* mmproj files are not read; load its Hugging Face directory"),
+            (directory, {}, "no preprocessor_config.json")):
+        with installed(engine, "qwen2-vl", model_path=str(path), **fields) as name:
+            info = engine.get_model_info(name)
+            assert not info.sees_images and re.search(reason, info.no_images_reason)
+            with pytest.raises(AllSparkError, match=f"takes no images: .*{reason}"):
+                start(engine, name, PROBES[0])
+    HuggingFaceModel(checkpoint("qwen2-vl"), "old").serialize_to_path(None, tmp_path, skip_if_exists=True)
+    assert read_graphs(tmp_path / "old.asgraph")[1] is not None     # written anew, with its tower
+
+
+@pytest.mark.parametrize("field, value", [("patch", 0), ("merge", -1), ("merge", 1 << 30), ("outputs", 0),
+                                          ("window", -5), ("tokens", 1 << 30), ("leading", -1), ("most", -1)])
+def test_towers_of_damaged_files(tmp_path, field, value):
+    """They are refused by name, as are towers within towers and alone."""
+    HuggingFaceModel(checkpoint("qwen2-vl"), "m").serialize_to_path(None, tmp_path)
+    message = asgraph_pb2.Graph.FromString((tmp_path / "m.asgraph").read_bytes())
+    setattr(message.tower.config.vision, field, value)
+    with pytest.raises(ValueError, match=f"vision.{field} is {value}: it must be"):
+        graphs_of(message)
+    good = asgraph_pb2.Graph.FromString((tmp_path / "m.asgraph").read_bytes())
+    with pytest.raises(ValueError, match="without its model"):
+        graphs_of(good.tower)
+    good.tower.tower.ParseFromString(good.tower.SerializeToString())
+    with pytest.raises(ValueError, match="its vision tower is not one"):
+        graphs_of(good)
 
 
 def test_experts_as_published_checkpoints_store_them(tmp_path):
