@@ -34,10 +34,11 @@ _HEADER = struct.Struct("<Q?")  # length of what follows; whether it continues t
 
 class LimitedProcess:
     """One process of a program, for one thread at a time. `seconds`: CPU time of a request, so that a busy machine does
-    not shorten it. `memory`: bytes that it may take beyond what it has when it starts.
+    not shorten it. `memory`: bytes that it may take beyond what it has when it starts. `work`: what it does, such as
+    "chats are being rendered".
     """
 
-    def __init__(self, program: str, seconds: float, memory: int) -> None:
+    def __init__(self, program: str, seconds: float, memory: int, work: str) -> None:
         # The process ends when its standard input is closed.
         self._process = subprocess.Popen(
             [sys.executable, "-c", _RUN, __file__, program, str(seconds), str(memory)], cwd="/",
@@ -49,7 +50,7 @@ class LimitedProcess:
         for pipe in (self._input, self._output):  # fewer turns of both sides, which are slow on a busy machine
             with contextlib.suppress(OSError):  # the user has many large pipes
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self._seconds, self._memory, self._asked = seconds, memory, False
+        self._seconds, self._memory, self._work, self._asked = seconds, memory, work, False
         self.known: set[str] = set()  # names of what the program keeps, as those who ask count
 
     @property
@@ -59,7 +60,8 @@ class LimitedProcess:
 
     def ask(self, request: Sequence[bytes], continues: bool = False) -> memoryview:
         """The program's answer. `continues`: the request shares its time with the one before. ValueError if the process
-        ended or took too long; its text continues the name of what was worked on.
+        exceeded a limit; its text continues the name of what was worked on. AllSparkError if it got too little of a
+        processor to tell.
         """
         self._asked = True
         answer = self._exchange([_HEADER.pack(sum(map(len, request)), continues), *request])
@@ -77,8 +79,13 @@ class LimitedProcess:
         poll.register(self._input, select.POLLOUT)
         while len(answer) < length:
             ready = poll.poll(max(0.0, 1e3 * (deadline - time.monotonic())))
-            if not ready:
-                return None
+            if not ready:  # the process has not used its time, which would have ended it
+                from allspark_client.errors import AllSparkError, AsStatus  # not in the processes
+
+                raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR,
+                                    f"the server is too busy: {self._work}, and this one got less than "
+                                    f"{self._seconds:g} s of a processor within {WAIT_SECONDS:g} s; send the request "
+                                    "again later", retryable=True)
             try:
                 for file, _ in ready:
                     if file == self._input:
@@ -109,7 +116,7 @@ class ProcessPool:
     """A few processes of one program. Safe to use from several threads, and after a fork."""
 
     def __init__(self, program: str, seconds: float, memory: int, work: str) -> None:
-        """`program`: its file. `work`: what requests wait for, such as "chats are still being rendered"."""
+        """`program`: its file. `work`: what requests wait for, such as "chats are being rendered"."""
         self._program, self._seconds, self._memory, self._work = program, seconds, memory, work
         self._forget()
         _POOLS.add(self)
@@ -129,7 +136,7 @@ class ProcessPool:
             from allspark_client.errors import AllSparkError, AsStatus  # not in the processes
 
             raise AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
-                                f"{PROCESSES} other {self._work} after {WAIT_SECONDS:g} s; send it again later",
+                                f"{PROCESSES} other {self._work} since {WAIT_SECONDS:g} s; send it again later",
                                 retryable=True)
         try:
             process = self._take()
@@ -159,7 +166,7 @@ class ProcessPool:
                 self._idle.pop().close()
 
     def _new(self) -> LimitedProcess:
-        return LimitedProcess(self._program, self._seconds, self._memory)
+        return LimitedProcess(self._program, self._seconds, self._memory, self._work)
 
     def _take(self) -> LimitedProcess:
         with self._lock:

@@ -17,8 +17,8 @@ from .errors import ApiError
 from .files import FileWriter, find_file
 from .internal import post_until_taken
 from .jobs import Jobs
+from .paging import page_limit, page_of
 from .store import Stored
-from .stored_responses import page_limit, page_of
 from .wire import CUT, Body, Metadata
 
 logger = logging.getLogger(__name__)

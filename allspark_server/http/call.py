@@ -131,6 +131,8 @@ class Call:
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         #: the client's x-request-id, or a new one: in the answer, the group's logs and traces
         self.request_id = given if _REQUEST_ID.fullmatch(given) else new_id("req_")
+        #: the fields that its images and videos have come from, in the order of the prompt
+        self.image_places: list[str] = []
         #: what the requests to the pool have generated
         self.generated: list[Choices] = []
         self.task: asyncio.Future[None] | None = None
@@ -217,7 +219,7 @@ class Call:
         spec.config.user_request_id = self.request_id
         spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         spec.large = spec.large or self.body_size > LARGE
-        answer = self.pool.generate(spec, self._waiter)
+        answer = self.pool.generate(spec, self._waiter, self.image_places)
         self._answers.append(answer)
         return answer
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .images import ImageSource, ImageUrl, ProcessorKwargs, VideoUrl
+from .images import FileId, ImageSource, ImageUrl, ProcessorKwargs, VideoUrl
 from .wire import CUT, INT32_MAX, Expression, Generation, JsonObject, Many, Metadata, Wire
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1, max_length=128), CUT]
@@ -39,6 +39,20 @@ class VideoPart(Wire):
     video_url: VideoUrl | str
 
 
+class FileReference(Wire):
+    """One of the client's files, which must be an image."""
+
+    file_id: FileId
+    filename: str | None = None
+
+
+class FilePart(Wire):
+    """An uploaded image in a message."""
+
+    type: Literal["file"]
+    file: FileReference
+
+
 class RefusalPart(Wire):
     """A refusal in a message of the assistant."""
 
@@ -46,8 +60,8 @@ class RefusalPart(Wire):
     refusal: str
 
 
-Seen = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
-Part = Annotated[TextPart | ImagePart | VideoPart | RefusalPart, Field(discriminator="type")]
+Seen = Annotated[TextPart | ImagePart | FilePart | VideoPart, Field(discriminator="type")]
+Part = Annotated[TextPart | ImagePart | FilePart | VideoPart | RefusalPart, Field(discriminator="type")]
 Content = str | Annotated[Many[Seen], Field(min_length=1)]
 
 
@@ -117,9 +131,11 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage
 Messages = Annotated[Many[Message], Field(min_length=1, max_length=4096)]
 
 
-def _plain_part(place: str, part: TextPart | ImagePart | VideoPart | RefusalPart) -> dict[str, Any]:
+def _plain_part(place: str, part: Part) -> dict[str, Any]:
     if isinstance(part, ImagePart):
         return ImageSource.of_url(f"{place}.image_url", part.image_url).part()
+    if isinstance(part, FilePart):
+        return ImageSource.of_file(f"{place}.file.file_id", part.file.file_id).part()
     if isinstance(part, VideoPart):
         return ImageSource.of_video(f"{place}.video_url", part.video_url).part()
     return part.model_dump()

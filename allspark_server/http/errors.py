@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -52,6 +53,8 @@ NAMES = {
     "early_stopping": "ignore_eos",
     "lora_name": "model",
 }
+#: how the engine's errors of an image begin; the number counts images and videos
+_OF_IMAGE = re.compile(r"(image|video) ([1-9][0-9]{0,3}) of the request ")
 _MAX_VALUE = 80  # characters of a wrong value in an error
 _SHOWN = reprlib.Repr()     # shows a large value without writing all of it
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = _MAX_VALUE
@@ -100,13 +103,21 @@ def not_available(param: str, what: str) -> ApiError:
 INTERNAL = ApiError(500, "The server has a defect; its log says more", code="internal_error")
 
 
-def from_engine(error: AllSparkError | ValueError | TypeError) -> ApiError:
-    """An engine's error as an HTTP error."""
+def from_engine(error: AllSparkError | ValueError | TypeError, places: Sequence[str] = ()) -> ApiError:
+    """An engine's error as an HTTP error. `places`: the fields that the request's images and videos have come from."""
     text = error.message if isinstance(error, AllSparkError) else str(error)
+    match = _OF_IMAGE.match(text)
+    if match is not None and int(match[2]) <= len(places):
+        found = bad_value(places[int(match[2]) - 1], f"the {match[1]} {text[match.end():]}")
+        if isinstance(error, AllSparkError) and error.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR:
+            found.code = "context_length_exceeded"
+        return found
     if isinstance(error, (ValueError, TypeError)):
         return ApiError(400, text, _param(text), "invalid_value")
     if error.retryable:
-        return ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
+        busy = error.status is AsStatus.ALLSPARK_RUNTIME_ERROR
+        return ApiError(503 if busy else 429, text, code="unavailable" if busy else "rate_limit_exceeded",
+                        retry_after=1)
     status = _STATUSES.get(error.status, 500)
     if error.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR:
         return ApiError(status, text, "prompt", "context_length_exceeded")

@@ -11,9 +11,9 @@ from .bodies import CHUNK_SECONDS, ClientDisconnected, Receive
 from .call import Call, new_id
 from .errors import ApiError, bad_value
 from .jobs import Jobs
+from .paging import page_limit, page_of
 from .store import Store, Stored
 from .store.store import LIVE
-from .stored_responses import page_limit, page_of
 
 PURPOSES = ("batch", "batch_output", "user_data", "assistants", "fine-tune", "vision", "evals")
 _CHUNK = 1 << 20
@@ -190,8 +190,18 @@ async def find_file(call: Call, name: str, param: str | None = None) -> Stored:
     """A complete file of the client. Raises ApiError."""
     stored = await call.jobs.store.get("file", name, call.client.tenant)
     if stored is None or stored.state in LIVE:
-        raise ApiError(400 if param else 404, f"No such File object: {name:.80}", param or "id")
+        raise bad_value(param, f"no such File object: {name:.80}") if param else \
+            ApiError(404, f"No such File object: {name:.80}", "id")
     return stored
+
+
+async def read_file(call: Call, stored: Stored) -> bytes:
+    """The content of a file. Raises ApiError."""
+    content, number = bytearray(), 0
+    while chunks := await call.jobs.store.chunks(stored.id, number):
+        content += b"".join(chunks)
+        number += len(chunks)
+    return bytes(content)
 
 
 async def list_files(call: Call, _: None) -> None:

@@ -60,7 +60,7 @@ async def count_tokens(call: Call, request: Prompt) -> None:
     info = await call.model(request.model)
     spec = chat_spec(request.model, messages_of(request), GenerateConfig(), **options_of(request))
     await read_images(call, info, spec)
-    await call.reply({"input_tokens": len(await call.pool.tokenize(spec))})
+    await call.reply({"input_tokens": len(await call.pool.tokenize(spec, places=call.image_places))})
 
 
 async def _whole(request: MessagesRequest, replies: ChatReplies) -> dict[str, Any]:

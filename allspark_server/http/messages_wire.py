@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from .chat_wire import Effort, FunctionName
 from .errors import not_available
-from .images import ImageSource
+from .images import FileId, ImageSource
 from .replies import effort_kwargs, function_call, function_choice
 from .wire import CUT, INT32_MAX, Body, JsonObject, Many, ModelName, Stop, Wire
 
@@ -53,11 +53,18 @@ class UrlSource(Wire):
     url: str
 
 
+class FileSource(Wire):
+    """One of the client's files (/v1/files), which must be an image."""
+
+    type: Literal["file"]
+    file_id: FileId
+
+
 class ImageBlock(Block):
     """An image of a message."""
 
     type: Literal["image"]
-    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+    source: Annotated[Base64Source | UrlSource | FileSource, Field(discriminator="type")]
 
 
 class ToolUseBlock(Block):
@@ -191,12 +198,19 @@ class MessagesMetadata(Wire):
     user_id: Annotated[str, Field(max_length=512), CUT] | None = None
 
 
+def _texts_alone(system: Any) -> Any:
+    """Refuses images in the system prompt, as Anthropic's API does, with what to do instead."""
+    if isinstance(system, list) and any(isinstance(block, dict) and block.get("type") == "image" for block in system):
+        raise ValueError("the system prompt is text; put images into a message of the role 'user'")
+    return system
+
+
 class Prompt(Body):
     """The fields that count_tokens has, too."""
 
     model: ModelName
     messages: Annotated[Many[Message], Field(min_length=1, max_length=4096)]
-    system: str | Many[TextBlock] | None = None
+    system: Annotated[str | Many[TextBlock] | None, BeforeValidator(_texts_alone)] = None
     tools: Annotated[Many[Tool], Field(max_length=1024)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -288,6 +302,8 @@ def _content(blocks: dict[str, TextBlock | ImageBlock]) -> str | list[dict[str, 
             parts.append({"type": "text", "text": block.text})
         elif isinstance(block.source, UrlSource):
             parts.append(ImageSource(f"{place}.source.url", block.source.url).part())
+        elif isinstance(block.source, FileSource):
+            parts.append(ImageSource.of_file(f"{place}.source.file_id", block.source.file_id).part())
         else:
             parts.append(ImageSource(f"{place}.source.data", base64=block.source.data).part())
     return parts

@@ -308,11 +308,13 @@ class Pool:
 
     # --- text ----------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
-        """The ids of a request's prompt. `bare`: without tokens that the tokenizer adds to text."""
+    async def tokenize(self, spec: RequestSpec, bare: bool = False, places: Sequence[str] = ()) -> list[int]:
+        """The ids of a request's prompt. `bare`: without tokens that the tokenizer adds to text. `places`: see
+        `generate`.
+        """
         spec.model, _ = await self.resolve(spec.model)
         self.check_length(spec)
-        return await self._ask(self._engine._tokenize, spec, bare)
+        return await self._ask(self._engine._tokenize, spec, bare, places=places)
 
     async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
         """The text of token ids, and the bytes of each."""
@@ -367,11 +369,13 @@ class Pool:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def generate(self, spec: RequestSpec, wait: Callable[[], Awaitable[None]] | None = None) -> Answer:
+    def generate(self, spec: RequestSpec, wait: Callable[[], Awaitable[None]] | None = None,
+                 places: Sequence[str] = ()) -> Answer:
         """A request, to be entered with `async with`, which starts it and in the end releases it. `wait` waits for a
-        group, or raises ApiError, if there is none any more; without it, the request is refused then.
+        group, or raises ApiError, if there is none any more; without it, the request is refused then. `places`: the
+        fields that its images and videos have come from, for errors.
         """
-        return Answer(self, spec, wait)
+        return Answer(self, spec, wait, places)
 
     async def attempt(self, work: Callable[[], Coroutine[Any, Any, T]],
                       wait: Callable[[], Awaitable[None]] | None) -> T:
@@ -398,7 +402,7 @@ class Pool:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
 
-    async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any, places: Sequence[str] = ()) -> T:
         """Call a method of the engine; raises ApiError."""
         if not self._connected:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -408,14 +412,15 @@ class Pool:
         try:
             return await method(*arguments)
         except (AllSparkError, ValueError, TypeError) as error:
-            raise from_engine(error) from error
+            raise from_engine(error, places) from error
 
 
 class Answer:
     """A running request. Iteration yields its tokens as they arrive; it raises ApiError."""
 
-    def __init__(self, pool: Pool, spec: RequestSpec, wait: Callable[[], Awaitable[None]] | None):
-        self._pool, self.spec, self._wait = pool, spec, wait
+    def __init__(self, pool: Pool, spec: RequestSpec, wait: Callable[[], Awaitable[None]] | None,
+                 places: Sequence[str]):
+        self._pool, self.spec, self._wait, self._places = pool, spec, wait, places
         self._generation = AsyncGeneration(pool._engine, spec)
         self.started = False
         self._taken = 0     # tokens that were read
@@ -440,7 +445,7 @@ class Answer:
         self.spec.model, self.spec.config.lora_name = await self._pool.resolve(name)
         self._pool.check_length(self.spec)
         self._generation = AsyncGeneration(self._pool._engine, self.spec)
-        await self._pool._ask(self._generation.__aenter__)
+        await self._pool._ask(self._generation.__aenter__, places=self._places)
 
     async def __aexit__(self, *_: Any) -> None:
         await self._generation.__aexit__()
@@ -460,7 +465,7 @@ class Answer:
                     since = time.monotonic()
             results._raise_error()
         except AllSparkError as error:
-            raise from_engine(error) from error
+            raise from_engine(error, self._places) from error
 
     @property
     def prompt_ids(self) -> list[int]:

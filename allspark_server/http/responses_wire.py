@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from .chat_wire import Effort, FunctionName, JsonFormat, JsonSchema, TextFormat
-from .errors import ApiError, not_available
-from .images import Detail, ImageSource, ImageUrl, ProcessorKwargs
+from .errors import ApiError, bad_value, not_available
+from .images import Detail, FileId, ImageSource, ImageUrl, ProcessorKwargs
 from .replies import function_call, function_choice
 from .wire import (
     CUT,
@@ -43,13 +43,12 @@ class InputText(Wire):
 
 
 class InputImage(Wire):
-    """An image of an input."""
+    """An image of an input; `file_id` names one of the client's files."""
 
     type: Literal["input_image"]
     image_url: str | None = None
     detail: Detail | None = None
-    # Rejected with any value.
-    file_id: str | None = None
+    file_id: FileId | None = None
 
 
 class OutputText(Wire):
@@ -323,7 +322,9 @@ def _text(part: Any) -> str:
 
 def _image(part: InputImage, place: str) -> dict[str, Any]:
     if part.file_id is not None:
-        raise not_available(f"{place}.file_id", "it takes images as 'image_url' alone, also as data URLs")
+        if part.image_url is not None:
+            raise bad_value(f"{place}.file_id", "only one of 'image_url' and 'file_id' is allowed")
+        return ImageSource.of_file(f"{place}.file_id", part.file_id, part.detail).part()
     if part.image_url is None:
         raise ApiError(400, f"Missing required parameter: '{place}.image_url'.", f"{place}.image_url",
                        "missing_required_parameter")

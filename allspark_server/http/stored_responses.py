@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from .call import Call, new_id
 from .errors import ApiError, bad_value
+from .paging import page_limit, page_of
 from .responses_wire import CallItem, CallOutputItem, Item, MessageItem, ResponsesRequest
 from .store import Store, Stored
 from .store.store import LIVE
@@ -204,17 +205,3 @@ async def list_input_items(call: Call, _: None) -> None:
             raise bad_value("after", f"there is no item {after!r:.80}")
         items = items[at + 1:]
     await call.reply(page_of(items[:limit], len(items) > limit))
-
-
-def page_limit(call: Call, most: int = 100) -> int:
-    """The query's `limit`. Raises ApiError."""
-    limit = call.query("limit") or "20"
-    if not limit.isdigit() or not 1 <= int(limit[:9]) <= most:
-        raise bad_value("limit", f"it is {limit!r:.80}; it must be 1 to {most}")
-    return int(limit)
-
-
-def page_of(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    """A part of a list in OpenAI's form."""
-    return {"object": "list", "data": data, "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None, "has_more": more}

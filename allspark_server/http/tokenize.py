@@ -60,7 +60,7 @@ async def tokenize(call: Call, request: TokenizeRequest) -> None:
             chat_template=request.chat_template, continue_final_message=request.continue_final_message,
             chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.add_generation_prompt))
         await read_images(call, info, spec, request.mm_processor_kwargs)
-        ids = await call.pool.tokenize(spec)
+        ids = await call.pool.tokenize(spec, places=call.image_places)
     elif request.prompt:
         bare = request.add_special_tokens is False
         ids = await call.pool.tokenize(RequestSpec(request.model, text=request.prompt), bare)

@@ -20,7 +20,7 @@ class Decoder:
     """Decodes and resizes images in a few processes. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._pool = ProcessPool(PROGRAM, SECONDS, MEMORY_BYTES, "images are still being decoded")
+        self._pool = ProcessPool(PROGRAM, SECONDS, MEMORY_BYTES, "images are being decoded")
 
     def decode(self, content: bytes, size: Callable[[int, int], tuple[int, int]], resample: int) -> np.ndarray:
         """An image in the size that it is wanted in, uint8 [height, width, 3] (RGB), upright.
@@ -29,7 +29,7 @@ class Decoder:
         that an image of a height and a width is resized to. `resample`: the filter by its number in Pillow.
 
         ValueError if the file is wrong or exceeds a limit, and what `size` raises; its text continues the image's name.
-        AllSparkError if all processes are busy for long.
+        AllSparkError if all processes are busy for long, or get no processor.
         """
         with self._pool.process() as process:
             (width, height), _ = _ask(process, content)

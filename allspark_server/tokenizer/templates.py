@@ -27,7 +27,7 @@ class Renderer:
     """Renders templates in a few processes. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._pool = ProcessPool(template_program.__file__, SECONDS, MEMORY_BYTES, "chats are still being rendered")
+        self._pool = ProcessPool(template_program.__file__, SECONDS, MEMORY_BYTES, "chats are being rendered")
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """The text. `variables` must fit in JSON. On failure ValueError; its text continues "the chat template"."""

@@ -127,7 +127,7 @@ def test_wrong_lines(kept):
     assert done.status == "failed" and [error.line for error in done.errors.data] == [1, 3, 4, 5]
     assert "is that of another line" in done.errors.data[1].message and done.output_file_id is None
     assert ended(client, begin(client, upload(client, [""])).id).errors.data[0].code == "empty_file"
-    with pytest.raises(openai.BadRequestError, match="No such File"):
+    with pytest.raises(openai.BadRequestError, match="no such File"):
         begin(client, "file-none")
     with pytest.raises(openai.BadRequestError, match="endpoint"):
         begin(client, "file-none", endpoint="/v1/none")

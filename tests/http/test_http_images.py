@@ -9,8 +9,9 @@ import random
 import httpx
 import pytest
 
+from allspark_client import AllSparkError, AsStatus
 from support.fake_service import serving
-from support.http_helpers import http_server_for, refusal, within
+from support.http_helpers import http_server_for, refusal, token_file, within
 from support.pictures import base64_of, data_url, encoded, pixels
 from support.script_engine import ScriptEngine
 
@@ -231,6 +232,43 @@ def test_responses(seeing, open_ai):
     assert contents(seeing[1]) == given[:3]
 
 
+def test_uploaded_files(tmp_path):
+    """Images of the tenant's own files by their ids, in every API, and where a response continues."""
+    def clients(address: str, key: str) -> tuple[openai.OpenAI, anthropic.Anthropic]:
+        return (openai.OpenAI(base_url=f"http://{address}/v1", api_key=f"key-{key}", max_retries=0),
+                anthropic.Anthropic(base_url=f"http://{address}", api_key=f"key-{key}", max_retries=0))
+
+    given = [*pictures(2), encoded(pixels(900, 900))]   # the last one has several chunks
+    with serving(core=ScriptEngine("hermes", sees_images=True)) as (core, group), \
+            http_server_for(group, token_file=token_file(tmp_path), store=str(tmp_path / "kept.db"),
+                            max_image_mib=3) as address:
+        (own, claude), (other, _) = clients(address, "generate"), clients(address, "admin")
+        names = [own.files.create(file=("x.png", content), purpose="vision").id for content in given]
+        part = {"type": "file", "file": {"file_id": names[0]}}
+        chat = own.chat.completions.create(model="m", messages=chat_of(text("see "), part, image_url(given[1])))
+        assert chat.choices[0].message.content == "see <image><image>" and contents(core) == given[:2]
+        seen = [{"role": "user", "content": [{"type": "input_image", "file_id": names[2], "detail": "low"}]}]
+        first = own.responses.create(model="m", input=seen)
+        assert contents(core) == given[2:] and core.submitted[-1].images[0].max_pixels == 512 * 512
+        own.responses.create(model="m", previous_response_id=first.id, input="and?")
+        assert contents(core) == given[2:]
+        block = {"type": "image", "source": {"type": "file", "file_id": names[1]}}
+        claude.messages.create(model="m", max_tokens=9, messages=chat_of(block))
+        assert contents(core) == [given[1]]
+        words = own.files.create(file=("x.txt", b"no image"), purpose="user_data").id
+        large = own.files.create(file=("x.png", bytes(4 << 20)), purpose="vision").id
+        for client, name, why in ((other, names[0], "no such File object"), (own, "file-none", "no such File object"),
+                                  (own, words, "none of PNG"), (own, large, "may have at most 3145728")):
+            part["file"]["file_id"] = name
+            with pytest.raises(openai.BadRequestError, match=why) as caught:
+                client.chat.completions.create(model="m", messages=chat_of(text("see "), part))
+            assert caught.value.param == "messages[0].content[1].file.file_id"
+        own.files.delete(names[2])
+        with pytest.raises(openai.BadRequestError, match="no such File object") as caught:
+            own.responses.create(model="m", previous_response_id=first.id, input="and?")
+        assert caught.value.param == "previous_response_id.content[0].file_id"
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +371,8 @@ def test_other_refusals(client, seeing):
     refusal(client, chat, {**SEEN, "messages": chat_of(text("x")), "prediction": {
         "type": "content", "content": [picture]}})
     for item, param in (({"type": "input_image"}, ".image_url"), ({"type": "input_image", "file_id": "f"}, ".file_id"),
+                        ({"type": "input_image", "file_id": "f", "image_url": "x"}, ".file_id"),
+                        ({"type": "input_image", "file_id": ""}, ".file_id"),
                         ({"type": "input_image", "image_url": "x"}, ".image_url")):
         error = refusal(client, "/v1/responses", {**SEEN, "input": [{"role": "user", "content": [item]}]})
         assert error["param"] == f"input[0].content[0]{param}"
@@ -345,6 +385,25 @@ def test_other_refusals(client, seeing):
         assert "messages[0].content[0].source" in answer.json()["error"]["message"]
 
 
+def test_images_in_anthropics_system_prompt(claude):
+    """Its published types have texts alone there, too."""
+    source = {"type": "base64", "media_type": "image/png", "data": base64_of(pictures()[0])}
+    with pytest.raises(anthropic.BadRequestError, match="'system': the system prompt is text; put images into a mess"):
+        claude.messages.create(model="m", max_tokens=9, messages=chat_of(text("x")),
+                               system=[text("see"), {"type": "image", "source": source}])
+
+
+def test_a_group_that_cannot_decode_now(seeing, client):
+    """Its own trouble is no mistake of the client's: the request may be sent again."""
+    seeing[1].refusal = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, "the server is too busy", retryable=True)
+    try:
+        answer = client.post("/v1/chat/completions", json={**SEEN, "messages": chat_of(image_url(pictures()[0]))})
+    finally:
+        seeing[1].refusal = None
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["message"] == "the server is too busy"
+
+
 def test_what_the_operator_has_not_allowed():
     """Without --allow-image-hosts nothing is fetched; and what a group refuses for its size is the client's mistake."""
     core, chat = ScriptEngine("hermes", sees_images=True), "/v1/chat/completions"
@@ -352,5 +411,8 @@ def test_what_the_operator_has_not_allowed():
             httpx.Client(base_url=f"http://{address}") as client:
         body = {**SEEN, "messages": chat_of({"type": "image_url", "image_url": {"url": "https://example.com/x.png"}})}
         assert "--allow-image-hosts" in refusal(client, chat, body)["message"]
+        body = {**SEEN, "messages": chat_of({"type": "file", "file": {"file_id": "file-1"}})}
+        error = refusal(client, chat, body)
+        assert "--store" in error["message"] and error["param"] == "messages[0].content[0].file.file_id"
         body = {**SEEN, "messages": chat_of(image_url(encoded(pixels(300, 300))))}
         assert "--max-message-mib" in refusal(client, chat, body)["message"]

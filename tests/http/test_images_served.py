@@ -16,7 +16,7 @@ anthropic = pytest.importorskip("anthropic")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from allspark_client import AsModelConfig, ClientEngine
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_launch.group.background import background_group
 from allspark_server import Engine
 from fuzz.bodies import peak_mib
@@ -215,7 +215,7 @@ def test_models(served):
 
 
 def test_hostile_files(served):
-    """Each is refused with the image's number, whatever interface it comes by; others are answered."""
+    """Each is refused with the image's field, whatever interface it comes by; others are answered."""
     good, small = pictures()[0], noise(np.random.default_rng(), 40, 30)
     expected = answer(served.client, [good, "the dog"])
     files = [(encoded(pixels(40, 30))[:900], "is a broken PNG file"),
@@ -225,14 +225,19 @@ def test_hostile_files(served):
         prompt = [good, "and", content]
         error = refusal(served.http, "/v1/chat/completions",
                         {**GREEDY, "messages": for_chat(prompt), "stream": number % 2 == 1})
-        assert error["message"].startswith("image 2 of the request ") and why in error["message"]
-        with pytest.raises(openai.BadRequestError, match="image 2 of the request"):
+        place = "messages[0].content[2].image_url"
+        assert error["message"].startswith(f"Invalid value for '{place}': the image {why}") and error["param"] == place
+        with pytest.raises(openai.BadRequestError, match=r"'input\[0\].content\[2\].image_url': the image "):
             served.open_ai.responses.create(**GREEDY, input=for_responses(prompt))
-        with pytest.raises(anthropic.BadRequestError, match="image 2 of the request"):
+        with pytest.raises(anthropic.BadRequestError, match=r"'messages\[0\].content\[2\].source.data': the image "):
             served.claude.messages.create(**CLAUDE, messages=for_claude(prompt), max_tokens=2)
     bitmap = [good, encoded(pixels(), "BMP")]
     error = refusal(served.http, "/v1/chat/completions", {**GREEDY, "messages": for_chat(bitmap)})
     assert error["param"] == "messages[0].content[1].image_url" and "none of PNG, JPEG, GIF, WebP" in error["message"]
+    error = refusal(served.http, "/tokenize", {"model": MODEL, "messages": for_chat([good, files[0][0]])})
+    assert error["param"] == "messages[0].content[1].image_url"
+    with pytest.raises(AllSparkError, match="image 2 of the request is a broken PNG file"):     # in Python, its number
+        answer(served.client, [good, "and", files[0][0]])
     assert answer(served.client, [good, "the dog"]) == expected
 
 

@@ -12,6 +12,8 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
+from allspark_client import AllSparkError, AsStatus
+from allspark_server import limited_process
 from allspark_server.images.decoder import Decoder
 from support.images import encoded, noise
 from support.seed import SEED
@@ -128,6 +130,22 @@ def test_processes_start_again_and_end(rng):
 
     assert decoder.decode(content, close, Image.Resampling.BICUBIC).shape == (5, 12, 3)
     assert set(psutil.Process().children()) <= before
+
+
+def test_a_process_that_gets_no_processor(rng, monkeypatch):
+    """The file is not blamed, and the next image has a process again."""
+    monkeypatch.setattr(limited_process, "WAIT_SECONDS", 0.5)
+    decoder, content = Decoder(), encoded(noise(rng, 12, 5))
+    decoder.start()
+    stopped = psutil.Process(decoder._pool._idle[0]._process.pid)
+    stopped.suspend()
+    with pytest.raises(AllSparkError, match="too busy: images are being decoded, and this one got less than 2 s of a "
+                                            "processor within 0.5 s; send the request again later") as caught:
+        decoded(decoder, content)
+    assert caught.value.retryable and caught.value.status is AsStatus.ALLSPARK_RUNTIME_ERROR
+    monkeypatch.undo()
+    assert decoded(decoder, content).shape == (5, 12, 3) and not psutil.pid_exists(stopped.pid)
+    decoder.close()
 
 
 def test_processes_end_with_their_parent():

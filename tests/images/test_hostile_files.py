@@ -23,6 +23,12 @@ def rng(request):
     return np.random.default_rng(request.param)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """A busy machine takes longer to give a process its time."""
+    monkeypatch.setattr(limited_process, "WAIT_SECONDS", 200)
+
+
 class Bounded:
     """Processes files one after another and checks what each costs. `restarts`: processes that were ended."""
 
@@ -109,7 +115,6 @@ def test_many_fuzzed_files(rng, bounded):
 def test_photographs_of_50_megapixels(tmp_path, monkeypatch):
     """The largest images that are allowed fit the memory, in the forms that take most. The time depends on the core."""
     monkeypatch.setattr(decoding, "SECONDS", 20)
-    monkeypatch.setattr(limited_process, "WAIT_SECONDS", 100)
     processor = processor_of(tmp_path, GEMMA4, {})
     bounded = Bounded(processor)
     across, down = np.arange(8160, dtype=np.uint8)[None, :, None], np.arange(6120, dtype=np.uint8)[:, None, None]

@@ -282,9 +282,11 @@ def test_ops_that_reach_past_their_buffers():
 
 
 @pytest.fixture
-def render():
+def render(monkeypatch):
+    from allspark_server import limited_process
     from allspark_server.tokenizer.templates import Renderer
 
+    monkeypatch.setattr(limited_process, "WAIT_SECONDS", 200)     # a busy machine takes long to give 2 s
     renderer = Renderer()
     yield lambda template: renderer.render(template, {"messages": []})
     renderer.close()
