@@ -257,7 +257,8 @@ def compare(options: argparse.Namespace, directory: Path, folder: Path) -> None:
             stage = engine.served_model(form).input.images
             assert stage is not None
             if image is None:
-                _, found_images = stage.read([START, PAD, END], [picture(options.side, 7)], 2 * most, "")
+                _, found_images = stage.read([START, PAD, END], [picture(options.side, 7)], 2 * most, "",
+                                             lambda text: [])
                 (image,) = found_images.inputs
             scopes = (f"round {i}" for i in itertools.count())  # rows are kept, but not for another scope
             runs[form] = timed(lambda encoder=stage.encoder, scopes=scopes:

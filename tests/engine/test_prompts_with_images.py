@@ -25,6 +25,8 @@ from allspark_client._proto import asgraph_pb2
 from allspark_client.images import Video
 from allspark_client.request import RequestSpec
 from allspark_server import HuggingFaceModel
+from allspark_server.runtime.device import Cpus
+from allspark_server.runtime.rank_model import RankModel
 from allspark_server.weights.asgraph import graphs_of, read_graphs
 from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
 from support.driver import Driver
@@ -189,7 +191,10 @@ def test_preempted(engine_of, where, model):
     fields = {"engine_max_length": length, "max_step_tokens": step(model, 64)}
     with installed(engine, model, **{**fields, "engine_max_batch": 1}) as name:
         info = engine.get_model_info(name)
-    memory = (info.num_spans + 2) * (info.cache_bytes // info.num_spans)
+    # What the info says is rank 0's. Another rank may have more heads, and bounds the spans of all.
+    shard = RankModel(AsModelConfig(model_name=name), str(checkpoint(model)), "", 0, info.ranks, Cpus([], 1))
+    of_ranks = [shard.span_bytes(Cpus([], 1), rank) for rank in range(info.ranks)]
+    memory = (info.num_spans + 2) * (info.cache_bytes // info.num_spans) * max(of_ranks) // of_ranks[0]
     with installed(engine, model, cache_memory=memory, **fields) as name:
         *_, grown = start(engine, name, (text(20), []), max_new_tokens=400, priority=1, n=count, do_sample=True,
                            seed=1)
