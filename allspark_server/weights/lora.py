@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from allspark_server.weights.safetensors import NUMPY_TYPES, SafetensorsFile, St
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+# How models that see call the layers of their text part: transformers 5, and 4.
+_OF_TEXT = (("model.language_model.", "lm_head"), ("language_model.model.", "language_model.lm_head"))
 _ALL_LINEAR = "all-linear"
 # Fields of the configuration that affect the result, and fields that only training uses.
 _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
@@ -181,6 +183,11 @@ class LoraAdapter:
         self._file = SafetensorsFile(self.directory / TENSORS)
         self.pairs: dict[int, LoraPair] = {}
         unread = set(self._file.names())
+        for prefix, name in _OF_TEXT:
+            if any(tensor.startswith(_PREFIX + prefix) for tensor in unread):
+                targets = [_renamed(target, head, prefix, name) for target in targets]
+                head = name
+                break
         for number, target in enumerate(targets):
             if target.of_experts is not None:
                 continue
@@ -201,7 +208,7 @@ class LoraAdapter:
         self._read_parameters(experts, unread, max_rank)
         if unread:
             raise self._error(f"{sorted(unread)[0]!r} belongs to no layer that adapters can change: these are linear "
-                              "layers, except a head that is also the embedding")
+                              "layers of the language model, except a head that is also the embedding")
         self.digest = self._digest()
 
     def _is_wanted(self, target: Target, head: str) -> bool:
@@ -336,6 +343,16 @@ class LoraAdapter:
 
     def _error(self, problem: str) -> AllSparkError:
         return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"the adapter in {self.directory} is not served: {problem}")
+
+
+def _renamed(target: Target, head: str, prefix: str, name: str) -> Target:
+    """The target with the names that a model that sees has for it: `prefix` before layers, and `name` for the head."""
+    def of(module: str) -> str:
+        return name if module == head else prefix + module.removeprefix("model.")
+
+    rows = target.of_experts
+    return replace(target, module=of(target.module), aliases=tuple(map(of, target.aliases)),
+                   of_experts=rows and replace(rows, names=tuple(map(of, rows.names))))
 
 
 def open_adapter(directory: str | Path, graph: Graph, targets: Sequence[Target], max_rank: int) -> LoraAdapter:

@@ -115,6 +115,36 @@ def test_directories_that_peft_writes(tmp_path):
         check_against_peft(NAME, tmp_path / str(number), 1, (33,), tokens=4)
 
 
+@pytest.mark.parametrize("model", ["gemma4-small", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])
+def test_adapters_of_models_that_see(tmp_path, model):
+    """Their layers have other names in PEFT's files; prompts with images have adapters, too, in Python as elsewhere."""
+    peft, vision = pytest.importorskip("peft"), pytest.importorskip("support.vision")
+    reference = vision.Reference(model)
+    torch.manual_seed(3)
+    reference.model = peft.get_peft_model(reference.model, peft.LoraConfig(
+        r=4, init_lora_weights=False, target_modules=r".*language_model.*\.(q_proj|o_proj|down_proj)"))
+    reference.model.save_pretrained(tmp_path / "one")
+    reference.model.eval()
+    prompt, picture = [*range(11, 30), *[3, 4, 5], *range(40, 52)], [vision.picture(50, 70)]
+    with Engine() as engine:
+        engine.install_model(AsModelConfig("m", str(vision.checkpoint(model)), lora_max_num=1, cache_memory=1 << 24,
+                                           engine_max_length=400, num_threads=1, enable_prefix_cache=False))
+        engine.start_model("m")
+        engine.load_lora("m", str(tmp_path / "one"))
+        inputs = {"input_ids": vision.placed(model, prompt), "images": picture}
+        outputs = []
+        for lora in ("", "one"):
+            *_, results = engine.start_request("m", inputs, {**GENERATE, "lora_name": lora, "max_new_tokens": 12,
+                                                             "eos_token_id": -1, "do_sample": False})
+            outputs.append([i for elements in results for i in elements.ids_from_generate])
+        expanded = reference.processor.expand(inputs["input_ids"], reference.processor.process(picture),
+                                              reference.encode)
+    assert outputs[0] != outputs[1]
+    logits = reference.logits(expanded + outputs[1][:-1], picture)[len(expanded) - 1:]
+    for token, row in zip(outputs[1], logits):
+        assert row.max() - row[token] <= checkpoints.NEAR_TIE * row.std()
+
+
 def logits_of(driver, items, steps: int = 3) -> list[list[bytes]]:
     """Bits of the logits of several sequences (prompt, adapter) that run in the same steps."""
     found = [[] for _ in items]

@@ -15,6 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from engine.test_lora import Adapted
+
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.models import build_graph, read_config
@@ -28,6 +30,7 @@ from support.checkpoints import (
     PROMPT_LENGTHS,
     check_logits,
     checkpoint,
+    load_plain,
     prompt_of,
     reference_logits,
     reference_model,
@@ -201,6 +204,24 @@ def test_no_device_lacks_an_op(name):
     graph = open_model(str(checkpoint(name))).graph
     for device in (Cpus, Gpu):
         assert device.missing(object.__new__(device), graph) is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name, world", [
+    pytest.param(name, world, marks=() if (name, world) in (("gemma4", 3), ("gemma4-moe", 2), ("gemma4-small", 2))
+                 else slow) for name in GEMMA4 for world in (1, 2, 3)])
+def test_adapters_are_those_of_peft(tmp_path, name, world):
+    """Of every linear layer, those of layers that read others' keys and of embeddings for every layer among them."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(len(name))
+    model = peft.get_peft_model(load_plain(checkpoint(name), torch.float32), peft.LoraConfig(
+        r=3, lora_alpha=6, init_lora_weights=False, target_modules="all-linear"))
+    model.save_pretrained(tmp_path / "one")
+    exact = model.double().eval()
+    with Adapted(name, tmp_path / "one", world) as driver:
+        for length in (1, 40, 130):
+            ids = prompt_of(length)
+            check_logits(driver.generate(ids, 1)[1][0], exact(torch.tensor([ids])).logits[0, -1].numpy())
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------
