@@ -1,9 +1,10 @@
 """Times latent attention on a GPU: layers of DeepSeek-V2-Lite's attention (16 heads, rows of 512 + 64 features in
 bfloat16, hidden size 2,048) with random weights and contexts of zeros. For decode, prints the microseconds of the op in
 a layer, the part of the GPU's memory bandwidth that its bytes are, and the same of whole steps (the time beyond that of
-short contexts). For prompts, prints TFLOP/s.
+short contexts). For prompts, prints TFLOP/s. With `selected` an indexer of DeepSeek-V3.2's shape (64 heads of 128)
+selects so many positions; its keys are zeros, too, so all scores are equal.
 
-`python bench_cuda_latent.py [device [heads]]`
+`python bench_cuda_latent.py [device [heads [selected]]]`
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPl
 HIDDEN, LAYERS, NOPE, VALUE, LATENT, ROPE, VOCAB = 2048, 4, 128, 128, 512, 64, 1024
 SPAN, LENGTH, SLOTS, ROWS, STEPS = 64, 16192, 32, 4096, 60
 TIMED = 64  # profiles time one of so many steps
-OPS = ("head_linear", "latent_attention", "rope", "head_norm")
+INDEX_HEADS, INDEX_DIM = 64, 128
+OPS = ("head_linear", "latent_attention", "indexer", "rope", "head_norm")
 
 
-def model(device: int, heads: int):
+def model(device: int, heads: int, selected: int = 0):
     """An executor with the layers and their projections."""
     e = _cuda.Executor(device, _native.HostSampler(4))
     rng = np.random.default_rng(0)
@@ -50,7 +52,14 @@ def model(device: int, heads: int):
                                               "pairs": "interleaved"})
         e.add_op("head_linear", [queries], [absorbed], [matrix(heads * LATENT, NOPE, heads)],
                  {"heads": heads, "offset": heads * ROPE})
-        e.add_op("latent_attention", [absorbed, queries, kept], [recalled], [],
+        seen = []
+        if selected:
+            index = [e.add_tensor(width) for width in (INDEX_HEADS * INDEX_DIM, INDEX_HEADS, INDEX_DIM)]
+            for rows, width in zip(index, (INDEX_HEADS * INDEX_DIM, INDEX_HEADS, INDEX_DIM)):
+                e.add_op("linear", [x], [rows], [matrix(width, HIDDEN)], {})
+            seen = [e.add_tensor(selected)]
+            e.add_op("indexer", index, seen, [], {"layer": LAYERS + layer})
+        e.add_op("latent_attention", [absorbed, queries, kept, *seen], [recalled], [],
                  {"layer": layer, "latent_dim": LATENT, "rope_dim": ROPE, "scale": (NOPE + ROPE) ** -0.5})
         e.add_op("head_linear", [recalled], [attended], [matrix(heads * VALUE, LATENT, heads)],
                  {"heads": heads, "offset": 0})
@@ -107,14 +116,15 @@ def decode(e, slots: int, context: int) -> tuple[float, dict]:
 
 def main() -> None:
     """Prints the table."""
-    device, heads = (int(word) for word in (*sys.argv[1:], *("0", "16")[len(sys.argv) - 1:]))
+    device, heads, selected = (int(word) for word in (*sys.argv[1:], *("0", "16", "0")[len(sys.argv) - 1:]))
     bandwidth, _ = _cuda.measure_roofline(device)
-    e = model(device, heads)
-    print(f"{e.device_name}, {bandwidth / 1e12:.2f} TB/s, {heads} heads", flush=True)
+    e = model(device, heads, selected)
+    print(f"{e.device_name}, {bandwidth / 1e12:.2f} TB/s, {heads} heads, {selected or 'all'} positions", flush=True)
     for slots in (1, 8, 32):
         short, _ = decode(e, slots, SPAN)
         for context in (2048, 16000):
-            size = slots * context * (LATENT + ROPE) * 2
+            size = slots * min(context, selected or context) * (LATENT + ROPE) * 2
+            size += slots * context * INDEX_DIM * 2 if selected else 0
             seconds, found = decode(e, slots, context)
             layer = (seconds - short) / LAYERS
             print(f"decode x {slots} at {context}: step {1e6 * seconds:.0f} us (short {1e6 * short:.0f}); beyond short "
@@ -130,13 +140,14 @@ def main() -> None:
             if found := op_times(e):
                 break
         e.set_profiling(False)
-        seen = slots * rows * (cached + (rows + 1) / 2)
+        seen = slots * sum(min(cached + row + 1, selected or LENGTH) for row in range(rows))
         least = found["latent_attention"][0]
         flops = 2 * seen * heads * (2 * LATENT + ROPE)
         products = 2 * slots * rows * heads * LATENT * NOPE
         print(f"prompts {slots} x {rows} after {cached}: attention {1e3 * least:.2f} ms, {flops / least / 1e12:.0f} "
               f"TFLOP/s; head_linear {1e6 * found['head_linear'][0]:.0f} us, "
-              f"{products / found['head_linear'][0] / 1e12:.0f} TFLOP/s", flush=True)
+              f"{products / found['head_linear'][0] / 1e12:.0f} TFLOP/s"
+              + (f"; indexer {1e3 * found['indexer'][0]:.2f} ms" if selected else ""), flush=True)
 
 
 if __name__ == "__main__":

@@ -257,8 +257,7 @@ class Gpu(Device):
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
-    missing_ops: ClassVar[dict[str, str]] = {"indexer": "an indexer that selects positions",
-                                             "pool_rows": "attention in both directions"}
+    missing_ops: ClassVar[dict[str, str]] = {"pool_rows": "attention in both directions"}
     classifies = False
     for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
     tower_rate = 2e13
@@ -380,7 +379,8 @@ class Gpu(Device):
                 + kept_bytes(model, rows)
                 + 4 * rows * given_width(model)
                 + model.span_bytes(self)  # a span of zeros stands for positions that windows have left behind
-                + self._widened_bytes(model, rows, outputs) + self._delta_bytes(model, rows))
+                + self._widened_bytes(model, rows, outputs) + self._delta_bytes(model, rows)
+                + self._indexer_bytes(model, rows))
 
     def _split_bytes(self, model: RankModel) -> int:
         """Bytes of the partial results of one KV split, of all heads."""
@@ -400,6 +400,12 @@ class Gpu(Device):
                      delta_heads(model.graph, op, model.rank, model.world)
                      for op in model.graph.ops if op.type in ("gated_delta", "ssd"))]
         return max(sizes, default=0)
+
+    def _indexer_bytes(self, model: RankModel, rows: int) -> int:
+        """Bytes of the scores that indexers keep in turn."""
+        if not any(op.type == "indexer" for op in model.graph.ops):
+            return 0
+        return self._library.indexer_bytes(rows, model.config.engine_max_length)
 
     def _widened_bytes(self, model: RankModel, rows: int, outputs: int) -> int:
         """Bytes of the workspace for GEMMs of quantized matrices with many rows."""

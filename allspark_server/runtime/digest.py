@@ -217,6 +217,10 @@ def gpu_digests(index: int) -> dict[str, str]:
     found["state space"] = run(state_space("float32", 0, empty), (3, 63, 130))
     found["latent"] = run(latent("float32", 0, "float32", empty), (3, 63, 130), groups=2)
     found["latent mma"] = run(latent("bfloat16", 0, "bfloat16", empty, (64, 512)), (3, 63, 290), groups=2)
+    found |= {f"indexer {cache}": run(latent("float32", 0, cache, empty, selected=40), (3, 63, 130), groups=2)
+              for cache in UNQUANTIZED}
+    wide = latent("bfloat16", 0, "bfloat16", empty, (64, 512), selected=200)
+    found["indexer mma"] = run(wide, (3, 63, 290), groups=2)
     found |= {f"cache {cache}": run(decoder("bfloat16", 0, cache, empty=empty), (LONG,)) for cache in UNQUANTIZED}
     found |= {f"heads {dtype} {large}": run(several_heads(dtype, 0, dtype, empty, large), (3, 63, 290), groups=2)
               for dtype, large in (("float32", 40), ("bfloat16", 128), ("bfloat16", 512))}

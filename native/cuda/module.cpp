@@ -9,6 +9,7 @@
 #include "bindings/model.h"
 #include "cuda/chip_bindings.h"
 #include "cuda/executor.h"
+#include "cuda/kernels/attention/indexer.h"
 #include "cuda/memory/roofline.h"
 #include "cuda/weights/dtype16.h"
 #include "program/weight_spec.h"
@@ -415,6 +416,13 @@ PYBIND11_MODULE(_cuda, m) {
         return latent_span_bytes(size, latent_dim, rope_dim, cache_type_of(dtype));
       },
       py::arg("span_size"), py::arg("latent_dim"), py::arg("rope_dim"), py::arg("dtype"), "As the CPU backend's.");
+  m.def(
+      "index_span_bytes",
+      [](int size, int dim, const std::string& dtype) { return index_span_bytes(size, dim, cache_type_of(dtype)); },
+      py::arg("span_size"), py::arg("dim"), py::arg("dtype"), "Bytes of a span of an indexer's keys, for one layer.");
+  m.def(
+      "indexer_bytes", [](int max_rows, int max_length) { return indexer_bytes(max_rows, max_length); },
+      py::arg("max_rows"), py::arg("max_length"), "Bytes that indexers use for scores.");
   m.def(
       "latent_head_tiles", [](int heads) { return LatentHeads(heads).tiles; },
       "In latent attention, so many heads have partial results like this number of KV heads.");

@@ -111,7 +111,7 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   const Size size = workspace_.data->copy(batch, padded, states_ ? &states_->positions() : nullptr, device_);
   begun_ = {heads && workspace_.samples() && !batch.outputs.empty(), want_logits, profiling_ && times_.due(),
             size.adapted, 1 - begun_.turn};
-  if (padded && !size.prefill_tiles && !size.given && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
+  if (padded && !size.prefills() && !size.given && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
   else launch(size, heads, begun_.timed);
 }
 

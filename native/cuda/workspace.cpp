@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "batch/draft_head.h"
+#include "cuda/kernels/attention/indexer.h"
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/kernels/sampling/argmax.h"
 #include "cuda/ops/fusion.h"
@@ -25,6 +26,7 @@ void refuse(const std::string& feature) { throw std::invalid_argument("the CUDA 
 static RowNeeds needs_of(const Program& program, const Limits& limits) {
   RowNeeds needs;
   needs.given = limits.given;
+  int latents = 0;
   for (const OpNode& op : program.ops()) {
     if (op.is(Op::rotary_table))
       needs.places |= op.integer("temporal") + op.integer("height") + op.integer("width") > 0;
@@ -37,6 +39,12 @@ static RowNeeds needs_of(const Program& program, const Limits& limits) {
     if (op.is(Op::keep_hidden)) needs.keeps = true;
     if (op.is(Op::kept_hidden)) needs.takes = true;
     if (op.is(Op::causal_conv) || op.is(Op::gated_delta) || op.is(Op::ssd)) needs.states = true;
+    if (op.is(Op::indexer)) needs.indexed = true;
+    if (op.is(Op::latent_attention)) {
+      const int selected = op.inputs.size() > 3 ? program.tensors()[op.inputs[3]].width : 0;
+      if (latents++ && selected != needs.selected) refuse("layers that see different numbers of selected positions");
+      needs.selected = selected;
+    }
     if (!op.is(Op::span_attention)) continue;
     needs.whole |= op.flag("bidirectional"), needs.segments |= op.flag("segments"), needs.images |= op.flag("images");
   }
@@ -96,6 +104,17 @@ size_t latent_span_bytes(int span_size, int latent_dim, int rope_dim, CacheType 
   LayerCache one{nullptr, type, span_size, 1, latent_dim, (latent_dim + rope_dim + 7) / 8 * 8};
   one.rope_dim = rope_dim;
   return one.span_bytes();
+}
+
+static LayerCache index_cache(int span_size, int dim, CacheType type) {
+  LayerCache keys{nullptr, type, span_size, 1, dim, (dim + 7) / 8 * 8};
+  keys.indexed = true;
+  if (keys.bits() < 16) refuse("op indexer with a cache of 8 or 4 bits");
+  return keys;
+}
+
+size_t index_span_bytes(int span_size, int dim, CacheType type) {
+  return index_cache(span_size, dim, type).span_bytes();
 }
 
 SharedHeads shared_heads(const OpNode& op) {
@@ -289,19 +308,24 @@ void Workspace::allocate_cache() {
   std::set<size_t> sizes;       // of layers
   int layers = 0;               // most of a cache group
   for (const OpNode& op : program.ops()) {
-    const bool latent = op.is(Op::latent_attention);
-    if (!latent && !op.is(Op::span_attention)) continue;
-    if (const int group = group_of(program, op); std::find(groups.begin(), groups.end(), group) == groups.end())
+    const bool latent = op.is(Op::latent_attention), indexed = op.is(Op::indexer);
+    if (!latent && !indexed && !op.is(Op::span_attention)) continue;
+    if (const int group = indexed ? 0 : group_of(program, op);
+        group && std::find(groups.begin(), groups.end(), group) == groups.end())
       groups.push_back(group);
-    if (!latent && !op.integer("kv_heads")) continue;  // it reads an earlier op's
-    const LayerCache layer = layer_of(program, op, limits);
+    if (op.is(Op::span_attention) && !op.integer("kv_heads")) continue;  // it reads an earlier op's
+    LayerCache layer = indexed ? index_cache(limits.span_size, program.in(op, 2).width, limits.cache_type)
+                               : layer_of(program, op, limits);
+    layer.dtype = limits.cache_dtype;
     const int cache_group = op.integer("cache_group"), number = op.integer("layer");
     const auto [same, fresh] = caches_.emplace(std::pair(cache_group, number), layer);
-    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads)
+    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads ||
+        same->second.rope_dim != layer.rope_dim)
       throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " + std::to_string(number) +
                                   " of cache group " + std::to_string(cache_group) + " is of another size before");
     if (fresh) taken[cache_group] += layer.span_bytes(), layers = std::max(layers, number + 1);
     sizes.insert(layer.span_bytes());
+    if (indexed) continue;
     partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
     kv_heads = std::max(kv_heads, layer.kv_heads);
   }
@@ -332,6 +356,9 @@ void Workspace::allocate_cache() {
                                                 partial * sizeof(float), limits.partial_bytes);
   partials = Memory(partial * max_kv_splits_ * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory((size_t)limits.max_rows * kv_heads * sizeof(int), "partial results of attention");
+  if (needs.indexed)
+    index_scores = Memory(indexer_bytes(limits.max_rows, limits.max_length, limits.partial_bytes),
+                          "an indexer's scores", Memory::Where::lent);
 }
 
 void Workspace::allocate_states() {

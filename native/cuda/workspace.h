@@ -23,7 +23,7 @@ struct Limits {
   CacheType cache_type = CacheType::f32;
   DType16 cache_dtype = DType16::bf16;   // of a 16-bit cache
   bool graphs = true;                    // replay decode steps as CUDA graphs; the bits are the same
-  size_t partial_bytes = kPartialBytes;  // most memory for attention's partial results
+  size_t partial_bytes = kPartialBytes;  // most memory for attention's partial results, and for an indexer's scores
   ShortChunks short_chunks = ShortChunks::fastest;
   int draft_layers = 1;  // of the draft head, if there is one
   int given = 0;         // not 0: plans may give rows; of a workspace, their width
@@ -42,6 +42,8 @@ constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row
 size_t span_bytes(int span_size, int head_dim, CacheType type, bool whole = false);
 // Bytes of a span of a latent cache, for one layer.
 size_t latent_span_bytes(int span_size, int latent_dim, int rope_dim, CacheType type);
+// Bytes of a span of an indexer's keys, for one layer, beside a cache of that type.
+size_t index_span_bytes(int span_size, int dim, CacheType type);
 
 // This rank's query heads of a latent_attention op.
 int latent_heads(const Program& program, const OpNode& op);
@@ -119,7 +121,7 @@ class Workspace {
   std::map<int, RotaryTable> rotary_tables;  // by number
   std::optional<StepData> data;
   Memory activations, rotary, cache, partials, arrivals, tiles, widened, byte_rows, argmax, inner, states, delta_rows,
-      own_hidden;
+      own_hidden, index_scores;
   float* hidden = nullptr;  // hidden states by place (batch/draft_head.h): own_hidden, a draft head's are its model's
 
  private:
@@ -136,7 +138,8 @@ class Workspace {
   int max_kv_splits_ = 0;                             // of all decode tiles of a step
   std::map<std::pair<int, int>, LayerCache> caches_;  // by cache group and layer; groups share the spans
   std::vector<Memory> routing_memory_;
-  Memory* const lent_[7] = {&activations, &cache, &partials, &widened, &states, &delta_rows, &own_hidden};
+  Memory* const lent_[8] = {&activations, &cache,      &partials,   &widened,
+                            &states,      &delta_rows, &own_hidden, &index_scores};
 };
 
 }  // namespace as::cuda

@@ -1,5 +1,5 @@
-"""Latent attention on the GPU: its ops against float64, bits over chunks, batches, drafts and graphs, and whole models
-against transformers, on one and several ranks.
+"""Latent attention on the GPU, with an indexer too: its ops against float64, bits over chunks, batches, drafts and
+graphs, and whole models against transformers, on one and several ranks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import pytest
 from reference.plan import GIVEN, SAMPLE
 from reference.toy import Toy, item, plan, spans_for, start
 from support.gpu_toys import EXACT, SEED, VOCAB, compare, compiled, embedded, logits_of_rows, tokens_of, toy
+from support.latent_toys import indexed, selective
 
 pytestmark = pytest.mark.cuda
 #: of caches and matrices, relative to the values' root mean square
@@ -59,8 +60,63 @@ def test_kernels(shape, name):
     assert found["latent_attention"] == name
 
 
-def latent_model(heads, latent, rope, form="float32"):
-    """Two layers: projections of queries, a normed latent, RoPE, attention in the absorbed form."""
+@pytest.mark.parametrize("heads, dim, selected", [(1, 1, 1), (3, 7, 50), (17, 33, 129), (16, 32, 700), (64, 128, 129),
+                                                  (13, 128, 255), (5, 131, 30), (9, 64, 1)])
+@pytest.mark.parametrize("cache", TOLERANCES)
+def test_indexer(heads, dim, selected, cache):
+    """The positions themselves, of scores many of which are equal: of prompts, and of a few rows after them."""
+    own = Toy(SEED, groups=(("latent", 0),))
+    own.finish(indexed(own, heads, dim, selected, layer=0)[1])
+    runner = own.runner(num_spans=(128,), max_length=2048, max_rows=2048)
+    given = [own.rng.integers(0, VOCAB, length).tolist() for length in (1, 131, 20, 716, 301)]
+    rows = [(1, SAMPLE), (131, SAMPLE), (20, SAMPLE), (700, 0), (301, SAMPLE)]
+    work = [item(slot, count, flags, spans=spans_for(count, (0, 1, 10, 12, 60)[slot]))
+            for slot, (count, flags) in enumerate(rows)]
+    steps = (plan(work, [start(slot, prompt) for slot, prompt in enumerate(given)]),
+             plan([item(3, 16, SAMPLE, spans=[80])]))
+    expected = [runner.step(data).logits for data in steps]
+    for more in ({}, {"partial_bytes": 1}):     # then with scores of 16 rows at a time
+        gpu = compiled(own, cache, long=True, **more)
+        for data, logits in zip(steps, expected):
+            np.testing.assert_array_equal(gpu.step(data, True).logits, logits)
+
+
+@pytest.mark.parametrize("cache", TOLERANCES)
+@pytest.mark.parametrize("heads, latent, rope, selected", [
+    (1, 1, 1, 1), (3, 20, 6, 7), (16, 64, 16, 16), (17, 33, 7, 33), (5, 512, 64, 16), (33, 512, 64, 33),
+    (16, 512, 64, 1), (70, 512, 64, 20)])
+def test_attention_over_selected_positions(heads, latent, rope, selected, cache):
+    own = Toy(SEED, groups=(("latent", 0),))
+    own.finish(selective(own, heads, latent, rope, selected))
+    compare(own, TOLERANCES[cache], cache)
+
+
+@pytest.mark.parametrize("cache", TOLERANCES)
+@pytest.mark.parametrize("heads, latent, rope, selected", [
+    (20, 12, 4, 300), (20, 12, 4, 1), (20, 512, 64, 300), (33, 512, 64, 64), (5, 512, 64, 515), (16, 512, 64, 128),
+    (70, 512, 64, 257)])
+def test_bits_of_selected_positions_do_not_depend_on_chunks(heads, latent, rope, selected, cache):
+    """Tokens repeat, so many scores are equal. Also near the reference."""
+    own = Toy(7, groups=(("latent", 0),))
+    own.finish(selective(own, heads, latent, rope, selected))
+    prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (701, 330, 64)]
+
+    def found(count, **more):
+        return logits_of_rows(compiled(own, cache, long=True, outputs=2048, **more), prompts, lambda: count)
+
+    expected = found(700)
+    assert expected == found(333, partial_bytes=1) == found(47) == found(7)
+    prompt = prompts[1]
+    exact = own.runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
+        plan([item(0, len(prompt), SAMPLE, spans=spans_for(len(prompt)))], [start(0, prompt)])).logits[0]
+    last = np.frombuffer(expected[1], np.float32)[-len(exact):]
+    assert np.abs(last - exact).max() <= TOLERANCES[cache] * np.sqrt(np.mean(exact**2))
+
+
+def latent_model(heads, latent, rope, form="float32", selected=0):
+    """Two layers: projections of queries, a normed latent, RoPE, attention in the absorbed form; selected: an indexer
+    selects so many positions.
+    """
     own, nope, value = Toy(9, groups=(("latent", 0),)), 4, 5
     x = own.embedding(VOCAB, 24, own.rng.normal(size=(VOCAB, 24)))
     own.rotary(rope)
@@ -72,8 +128,12 @@ def latent_model(heads, latent, rope, form="float32"):
             own.op("rope", (rows,), offset=offset, heads=count, head_dim=rope, pairs="interleaved")
         absorbed = own.op("head_linear", (queries,), heads * latent, (matrix(own, heads * latent, nope, form),),
                           heads=heads, offset=heads * rope)
-        recalled = own.op("latent_attention", (absorbed, queries, kept), heads * latent, layer=layer, latent_dim=latent,
-                          rope_dim=rope, scale=1.5 / np.sqrt(latent + rope))
+        seen = ()
+        if selected:
+            index = (own.op("linear", (x,), width, (own.matrix(width, 24),)) for width in (9 * 40, 9, 40))
+            seen = (own.op("indexer", tuple(index), selected, layer=2 + layer),)
+        recalled = own.op("latent_attention", (absorbed, queries, kept, *seen), heads * latent, layer=layer,
+                          latent_dim=latent, rope_dim=rope, scale=1.5 / np.sqrt(latent + rope))
         attended = own.op("head_linear", (recalled,), heads * value, (matrix(own, heads * value, latent, form),),
                           heads=heads, offset=0)
         own.op("add", (x, own.op("linear", (attended,), 24, (matrix(own, 24, heads * value, form),))))
@@ -84,6 +144,7 @@ def latent_model(heads, latent, rope, form="float32"):
 MODELS = [(5, 512, 64, "bfloat16", "bfloat16"), (16, 512, 64, "bfloat16", "bfloat16"),
           (20, 512, 64, "float32", "float16"), (5, 20, 6, "float32", "float32"), (19, 33, 8, "bfloat16", "bfloat16"),
           (5, 512, 64, "float16", "float16")]
+SELECTIVE = [(20, 512, 64, "bfloat16", 40, "bfloat16"), (5, 20, 6, "float32", 66, "float32")]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 63, 64, 65, 129])
@@ -118,11 +179,27 @@ def test_few_partial_results(model):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", [1, 2, 3, 63, 65])
+@pytest.mark.parametrize("model", SELECTIVE)
+def test_bits_of_selecting_models(model, count):
+    """Scores of random numbers, in two layers."""
+    *arguments, cache = model
+    prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (1, 65, 257, 600)]
+    gpu = compiled(latent_model(*arguments), cache, long=True, outputs=2048)
+    expected = []
+    for used, prompt in enumerate(prompts):
+        if used:
+            gpu.step(plan([], free=[0]), False)
+        expected += logits_of_rows(gpu, [prompt], lambda: 1000)
+    gpu.step(plan([], free=[0]), False)
+    assert logits_of_rows(gpu, prompts, lambda: count) == expected
+
+
+@pytest.mark.parametrize("model", [*MODELS, *SELECTIVE])
 def test_bits_with_graphs_and_drafts(model):
-    *shape, form, cache = model
+    *arguments, cache = model
     prompts = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (40, 90)]
-    found = [tokens_of(compiled(latent_model(*shape, form), cache, graphs=graphs), prompts, flags, drafts=drafts,
+    found = [tokens_of(compiled(latent_model(*arguments), cache, graphs=graphs), prompts, flags, drafts=drafts,
                        do_sample=False)
              for graphs, flags, drafts in ((True, 0, 0), (False, 0, 0), (True, GIVEN, 2), (False, GIVEN, 5))]
     assert all(each == found[0] for each in found[1:])
@@ -133,6 +210,10 @@ def test_refused():
         compiled(attention_toy(1, 512, 65))
     with pytest.raises(ValueError, match="latent attention with a cache of 8 or 4 bits"):
         compiled(attention_toy(1, 512, 64), "int8")
+    own = Toy(SEED, groups=(("latent", 0),))
+    own.finish(indexed(own, 2, 8, 4, layer=0)[1])
+    with pytest.raises(ValueError, match="op indexer with a cache of 8 or 4 bits"):
+        compiled(own, "int8")
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
@@ -143,23 +224,28 @@ def names():
     return LATENT
 
 
-def wide_rows(directory, heads=5):
-    """A tiny DeepSeek-V3 with rows of 512 + 64 features, as the published ones have."""
-    from support.checkpoints import LATENT, Spec, write_checkpoint
+def wide_rows(directory, heads=5, name="deepseek-v3"):
+    """A tiny DeepSeek-V3 with rows of 512 + 64 features, as the published ones have; or a V3.2 whose indexer's heads
+    have as many features as published ones.
+    """
+    from support.checkpoints import INDEXED, LATENT, Spec, write_checkpoint
 
-    tiny = LATENT["deepseek-v3"]
-    fields = {**tiny.fields, "num_attention_heads": heads, "num_key_value_heads": heads, "kv_lora_rank": 512,
+    tiny = LATENT[name]
+    sizes = {"index_n_heads": 64, "index_head_dim": 128} if name in INDEXED else {}
+    fields = {**tiny.fields, **sizes, "num_attention_heads": heads, "num_key_value_heads": heads, "kv_lora_rank": 512,
               "qk_rope_head_dim": 64, "head_dim": 64, "num_hidden_layers": 2}
     return write_checkpoint(directory, Spec(tiny.family, fields), 3)
 
 
-LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "deepseek-v3-heads", "glm4-moe-lite", "wide")
+WIDE_MODELS = {"wide": "deepseek-v3", "wide-indexed": "deepseek-v32"}
+LATENT = ("deepseek-v2", "deepseek-v2-groups", "deepseek-v3", "deepseek-v3-heads", "glm4-moe-lite", "deepseek-v32",
+          "glm-moe-dsa", *WIDE_MODELS)
 
 
 def checkpoint_of(name, directory):
     names()
     from support.checkpoints import checkpoint
-    return wide_rows(directory / "wide") if name == "wide" else checkpoint(name)
+    return wide_rows(directory / "wide", name=WIDE_MODELS[name]) if name in WIDE_MODELS else checkpoint(name)
 
 
 @pytest.mark.parametrize("name", LATENT)
@@ -179,7 +265,8 @@ def test_model_in_float32(name, tmp_path):
 
 @pytest.mark.parametrize("name, form, group", [("wide", "bfloat16", 0), ("wide", "float16", 0), ("wide", "int8", 0),
                                                ("wide", "int4", 32), ("deepseek-v3", "int8", 0),
-                                               ("deepseek-v2-groups", "bfloat16", 0)])
+                                               ("deepseek-v2-groups", "bfloat16", 0), ("wide-indexed", "bfloat16", 0),
+                                               ("wide-indexed", "int8", 0), ("glm-moe-dsa", "bfloat16", 0)])
 def test_models_in_every_format(name, form, group, tmp_path):
     """The same bits alone and in a batch, and near float32."""
     source = checkpoint_of(name, tmp_path)
@@ -193,11 +280,14 @@ def test_models_in_every_format(name, form, group, tmp_path):
             np.testing.assert_array_equal(row, wanted)
         prompt = prompt_of(64)
         logits, exact = gpu.generate(prompt, 1)[1][0], reference_logits(source, prompt)
-    assert np.sqrt(np.mean((logits - exact) ** 2)) / exact.std() < (1.2 if form == "int4" else 0.2)
+    # An indexer's keys are rounded, too, so it selects some other positions.
+    bound = 1.2 if form == "int4" else 0.8 if name in ("wide-indexed", "glm-moe-dsa") else 0.2
+    assert np.sqrt(np.mean((logits - exact) ** 2)) / exact.std() < bound
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32"])
 @pytest.mark.parametrize("ranks, dtype", [(2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")])
-def test_ranks_that_share_a_gpu(ranks, dtype, tmp_path, monkeypatch):
+def test_ranks_that_share_a_gpu(ranks, dtype, name, tmp_path, monkeypatch):
     """Heads do not divide evenly. The same bytes alone and together; in float32 the greedy ids of transformers."""
     names()
     from allspark_client import AsModelConfig, ClientEngine
@@ -215,7 +305,7 @@ def test_ranks_that_share_a_gpu(ranks, dtype, tmp_path, monkeypatch):
             "do_sample": False, "max_new_tokens": 12, "eos_token_id": -1, "logprobs": True})
 
     monkeypatch.setenv(SHARED_GPUS, "1")
-    source, prompts = wide_rows(tmp_path / "wide", 19 if ranks == 3 else 5), [prompt_of(n) for n in (30, 1, 88)]
+    source, prompts = wide_rows(tmp_path / "wide", 19 if ranks == 3 else 5, name), [prompt_of(n) for n in (30, 1, 88)]
     words = ["--gpus", ",".join(["0"] * ranks)]
     with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0]) as engine:
         engine.install_model(AsModelConfig(model_name="m", model_path=str(source), engine_max_length=512,

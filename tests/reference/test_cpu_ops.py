@@ -16,11 +16,11 @@ from reference.batch import Limits, Slots
 from reference.plan import GIVEN, LOOKUP, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
 from support.driver import shared_memories
+from support.latent_toys import VOCAB, indexed, selective
 from support.recurrent_toys import SHAPES, SSD_SHAPES, STATE_KINDS, recurrent_model, with_conv, with_delta, with_ssd
 from support.seed import SEED
 
 LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
-VOCAB = 53
 EXACT = 2e-5  # relative to the values' root mean square
 
 
@@ -311,28 +311,6 @@ def test_layer_norm(width, threads):
     x = embedded(own, width)
     own.finish(own.op("layer_norm", (x,), width, (own.vector(width), own.vector(width)), eps=1e-6))
     compare(own, threads=threads)
-
-
-def indexed(own: Toy, heads: int, dim: int, selected: int, layer: int = 1) -> tuple[int, int]:
-    """Rows of 31 small integers, and an indexer's selection. Its queries, weights and keys are sums of these, which no
-    type of the cache rounds, so scores are exact.
-    """
-    def integers(*shape):
-        return own.rng.integers(-1, 2, shape).astype(float)
-
-    x = own.embedding(VOCAB, 31, integers(VOCAB, 31))
-    inputs = (own.op("linear", (x,), width, (own.matrix(width, 31, integers(width, 31)),))
-              for width in (heads * dim, heads, dim))
-    return x, own.op("indexer", tuple(inputs), selected, layer=layer)
-
-
-def selective(own: Toy, heads: int, latent: int, rope: int, selected: int) -> int:
-    """Latent attention over the positions that an indexer selects."""
-    x, seen = indexed(own, 18, 24, selected)
-    absorbed, rotated, kept = (own.op("linear", (x,), width, (own.matrix(width, 31),))
-                               for width in (heads * latent, heads * rope + 3, latent + rope))
-    return own.op("latent_attention", (absorbed, rotated, kept, seen), heads * latent, layer=0, latent_dim=latent,
-                  rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope)))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 2e-2), ("int8", 5e-2)])

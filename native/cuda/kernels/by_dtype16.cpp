@@ -102,6 +102,13 @@ void attend_latent_prefill(const Attention& a, AttentionAlgo algo, const Attenti
                            const Queue& queue) {
   AS_CALL(a.cache.dtype, attend_latent_prefill, a, algo, tiles, count, queue);
 }
+void attend_latent_selected(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count,
+                            const Queue& queue) {
+  AS_CALL(a.cache.dtype, attend_latent_selected, a, algo, tiles, count, queue);
+}
+void score_positions(const Indexer& p, int first, int rows, bool prompts, const Queue& queue) {
+  AS_CALL(p.keys.dtype, score_positions, p, first, rows, prompts, queue);
+}
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }
 

@@ -16,6 +16,7 @@ int bind_latent_attention(Binding& b, size_t i) {
   a.qkv = b.in(op).values(), a.width = b.in(op).rows.width, a.out = b.out(op).rows;
   a.rotated = b.in(op, 1).values(), a.rotated_width = b.in(op, 1).rows.width, a.kept = b.in(op, 2).values();
   a.tables = ws.data->tables(op.integer("cache_group")), a.partials = ws.partials.as<float>();
+  if (op.inputs.size() > 3) a.selected = b.in(op, 3).values(), a.selected_width = b.in(op, 3).rows.width;
   a.max_splits = ws.max_splits, a.arrivals = ws.arrivals.as<int>(), a.given_up = b.queue.scratch.given_up;
   if (a.out.values == a.qkv) refuse("op latent_attention in place");
   const int* where = ws.data->where(op.integer("cache_group"));
@@ -28,6 +29,7 @@ int bind_latent_attention(Binding& b, size_t i) {
     store_latent(a, where, size.rows, queue);
     attend_latent_decode(a, algo, data->decode_tiles(), size.decode_tiles, sharers, queue);
     attend_latent_prefill(a, algo, data->prefill_tiles(), size.prefill_tiles, queue);
+    attend_latent_selected(a, algo, data->selected_tiles(), size.selected_tiles, queue);
   });
   return 0;
 }

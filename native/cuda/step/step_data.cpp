@@ -19,15 +19,7 @@ constexpr int kBlockTokens = 64;
 constexpr double kDecodeSplit = 2,  // of a decode tile, for a KV split
     kPrefillExtra = 8;              // a layer's, of a step with prefill tiles, which no graph has
 
-int splits_of(int positions) { return (positions + kKvSplitTokens - 1) / kKvSplitTokens; }
-
-// KV splits of an item that decode tiles of so many rows compute.
-int splits_of(const Item& item, int tile_rows) {
-  int splits = 0;
-  for (int row = 0; row < item.count; row += tile_rows)
-    splits += splits_of(item.start + std::min(row + tile_rows, item.count));
-  return splits;
-}
+int kv_splits_of(int positions) { return (positions + kKvSplitTokens - 1) / kKvSplitTokens; }
 
 }  // namespace
 
@@ -40,7 +32,7 @@ int padded_rows(int rows, int most) {
 bool StepData::Size::operator<(const Size& other) const {
   const auto all = [](const Size& s) {
     return std::tie(s.rows, s.outputs, s.decode_tiles, s.prefill_tiles, s.kv_splits, s.stores, s.adapted, s.short_items,
-                    s.long_items, s.chunks);
+                    s.long_items, s.chunks, s.selected_tiles);
   };
   return all(*this) < all(other);
 }
@@ -70,6 +62,7 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   take(given_, needs.given ? rows : 0);
   take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, most_tiles(tiles.group) * kTileInts),
       take(narrow_tiles_, most_tiles(tiles.narrow) * kTileInts),
+      take(selected_tiles_, needs.selected ? rows * kTileInts : 0), take(row_tables_, needs.indexed ? rows : 0),
       take(state_items_, needs.states ? rows * kItemInts : 0), take(chunks_, needs.states ? rows * kChunkInts : 0);
   take(tables_, table_ * groups_);
   all_ = next;
@@ -142,6 +135,29 @@ void StepData::add_given(const Batch& batch, const Device& device) const {
   });
 }
 
+// How many of an item's rows see all positions up to their own. For later ones an indexer selects some.
+int StepData::plain_rows(const Item& item) const {
+  return needs_.selected ? std::clamp(needs_.selected - item.start, 0, item.count) : item.count;
+}
+
+// Calls add(row, count, positions that the last one sees) for the rows of each decode tile of an item.
+template <typename F>
+void StepData::cut(const Item& item, F add) const {
+  const int plain = plain_rows(item), tile_rows = kDecodePairs / limits_.group;
+  for (int row = 0; row < plain; row += tile_rows) {
+    const int count = std::min(tile_rows, plain - row);
+    add(row, count, item.start + row + count);
+  }
+  for (int row = plain; row < item.count; row++) add(row, 1, needs_.selected);
+}
+
+// KV splits of an item that decode tiles compute.
+int StepData::splits_of(const Item& item) const {
+  int splits = 0;
+  cut(item, [&](int, int, int seen) { splits += kv_splits_of(seen); });
+  return splits;
+}
+
 void StepData::choose_tiles(const Batch& batch) {
   const int tile_rows = kDecodePairs / limits_.group;
   decoded_.assign(batch.items.size(), false);
@@ -151,7 +167,7 @@ void StepData::choose_tiles(const Batch& batch) {
   for (size_t i = 0; i < batch.items.size(); i++) {
     const Item& item = batch.items[i];
     if (item.count > (cuts ? kMostCutRows : tile_rows) || sees_ahead(batch, item)) continue;
-    const int splits = splits_of(item, tile_rows);
+    const int splits = splits_of(item);
     decoded_[i] = kv_splits + splits <= limits_.max_splits;
     if (decoded_[i]) kv_splits += splits;
   }
@@ -168,12 +184,13 @@ bool StepData::cuts_chunks(const Batch& batch) const {
   int kv_splits = 0;
   for (const Item& item : batch.items) {
     if (item.count > kMostCutRows || sees_ahead(batch, item)) continue;
-    kv_splits += splits_of(item, tile_rows);
+    kv_splits += splits_of(item);
     if (item.count <= tile_rows) continue;
-    const int end = item.start + item.count, blocks = (end + kBlockTokens - 1) / kBlockTokens;
-    const int tiles = (item.count + tile_rows - 1) / tile_rows,
-              wide = (item.count * limits_.group + kPrefillPairs - 1) / kPrefillPairs;
-    decode += tiles * each * (blocks + kDecodeSplit * splits_of(end));
+    const int end = needs_.selected ? std::min(item.start + item.count, needs_.selected) : item.start + item.count;
+    const int blocks = (end + kBlockTokens - 1) / kBlockTokens, plain = plain_rows(item);
+    const int tiles = (plain + tile_rows - 1) / tile_rows + item.count - plain,
+              wide = (plain * limits_.group + kPrefillPairs - 1) / kPrefillPairs + item.count - plain;
+    decode += tiles * each * (blocks + kDecodeSplit * kv_splits_of(end));
     prefill += wide * each * blocks, longest = std::max(longest, (double)blocks);
   }
   return kv_splits <= limits_.max_splits && decode <= std::max(prefill, longest) + kPrefillExtra;
@@ -185,7 +202,8 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int used = 0, kv_splits = 0;  // entries used of each group's table; of decode tiles
   *host(step_) = (int)steps_++;
-  AttentionTile* const decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_));
+  AttentionTile *const decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
+                *const selected = reinterpret_cast<AttentionTile*>(host(selected_tiles_));
   for (size_t i = 0; i < batch.items.size(); i++) {
     const Item& item = batch.items[i];
     const Slot& slot = batch.slot(item.slot);
@@ -198,17 +216,22 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
     }
     size.adapted |= item.adapter >= 0;
     if (decoded_[i]) {
-      const int tile_rows = kDecodePairs / limits_.group;
-      for (int row = 0; row < item.count; row += tile_rows) {
-        const int rows = std::min(tile_rows, item.count - row), splits = splits_of(item.start + row + rows);
-        decode[size.decode_tiles++] = {item.row + row, rows, item.start + row, used, kv_splits, row};
+      const int plain = plain_rows(item);
+      cut(item, [&](int row, int rows, int seen) {
+        const int splits = kv_splits_of(seen);
+        decode[size.decode_tiles++] = {item.row + row, rows,      row < plain ? item.start + row : seen - 1,
+                                       used,           kv_splits, row < plain ? row : kSelected};
         kv_splits += splits;
         if (splits > 1) size.kv_splits = 2;
-      }
+      });
       size.stores &= item.count <= kOwnRows;
     } else {
-      add_prefill({item.row, item.count, item.start, used, 0, 0}, size);
+      const int plain = plain_rows(item);
+      if (plain) add_prefill({item.row, plain, item.start, used, 0, 0}, size);
+      for (int row = plain; row < item.count; row++)
+        selected[size.selected_tiles++] = {item.row + row, 1, needs_.selected - 1, used, 0, kSelected};
     }
+    if (needs_.indexed) std::fill_n(host(row_tables_) + item.row, item.count, used);
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
       host(tokens_)[r] = row.token, host(positions_)[r] = row.position, host(adapters_)[r] = item.adapter;
@@ -230,7 +253,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
     std::fill(host(chosen_) + size.outputs, host(chosen_) + padded, 0);
     size.rows = size.outputs = padded;
   }
-  if (padded && !size.prefill_tiles) {
+  if (padded && !size.prefills()) {
     std::fill(decode + size.decode_tiles, decode + padded, AttentionTile{});
     size.decode_tiles = padded;
   }
@@ -267,6 +290,7 @@ void StepData::idle_row(int r, int position) {
   for (int part = 0; needs_.places && part < 3; part++) host(places_)[part * pitch_ + r] = position;
   for (int side = 0; needs_.places && side < 2; side++) host(sizes_)[side * pitch_ + r] = position + 1;
   if (needs_.given) host(given_)[r] = -1;
+  if (needs_.indexed) host(row_tables_)[r] = 0;
 }
 
 StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
@@ -325,9 +349,10 @@ void StepData::send(const Size& size, int used, const Device& device) const {
                           device.stream()),
           "copying a step's rows");
   };
-  const size_t most = std::max({size.rows, size.outputs, size.decode_tiles * (int)kTileInts,
-                                size.prefill_tiles * (int)kTileInts, size.chunks * (int)kChunkInts,
-                                (size.short_items + size.long_items) * (int)kItemInts, 1}),
+  const size_t most =
+                   std::max({size.rows, size.outputs, size.decode_tiles * (int)kTileInts,
+                             size.prefill_tiles * (int)kTileInts, size.selected_tiles * (int)kTileInts,
+                             size.chunks * (int)kChunkInts, (size.short_items + size.long_items) * (int)kItemInts, 1}),
                small = pitch_ / 4, tables = used;
   if (most > small) copy_all(0, tables_);
   else if (tables > small) copy(0, most, tables_ / pitch_);

@@ -26,10 +26,12 @@ struct TileLimits {
 // of each sequence. keeps, takes: hidden states are kept, and taken (batch/draft_head.h). whole: a sequence's rows see
 // all of it. segments, images: they see those of their segment, or their image. places: rows have places (time, height,
 // width). given: the width of rows that the plan gives; 0: none. separator: the id that ends a sequence's first segment
-// of two; -1: there are none.
+// of two; -1: there are none. selected: how many positions an indexer selects for a row that sees more; 0: rows see all.
+// indexed: ops need the span tables of each row.
 struct RowNeeds {
-  bool states = false, keeps = false, takes = false, whole = false, segments = false, images = false, places = false;
-  int given = 0, separator = -1;
+  bool states = false, keeps = false, takes = false, whole = false, segments = false, images = false, places = false,
+       indexed = false;
+  int given = 0, separator = -1, selected = 0;
 };
 
 class StepData {
@@ -48,11 +50,16 @@ class StepData {
     bool given = false;                               // whether the plan gives any row; such steps have no graph
     int short_items = 0, long_items = 0, chunks = 0;  // of ops with a state
     int narrow_tiles = 0;                             // prefill tiles of layers of the smaller group
+    int selected_tiles = 0;                           // of rows of prompts for which an indexer selects positions
+
+    // Whether rows are in tiles that are not shared out over the GPU; such steps have no graph.
+    bool prefills() const { return prefill_tiles || selected_tiles; }
     bool operator<(const Size& other) const;
   };
   // Queues the copy of a batch. padded: 0, or the number of rows and outputs to pad the batch to; then no item has more
-  // than kOwnRows rows, or kShortRows if ops have a state. Such a batch has prefill tiles only if decode tiles cannot
-  // hold it, or would take longer. states: null, or the positions of the slots' states, which have begun this step.
+  // than kOwnRows rows, or kShortRows if ops have a state. Such a batch has other tiles than decode tiles only if these
+  // cannot hold it, or would take longer. states: null, or the positions of the slots' states, which have begun this
+  // step.
   Size copy(const Batch& batch, int padded, const StatePositions* states, const Device& device);
   // Queues the copy of a step of `wanted`'s size whose rows are stored nowhere and serve no request. Decode tiles are
   // empty. If there are prefill tiles, all rows have some, which attend to the span that replaces others; the returned
@@ -87,12 +94,20 @@ class StepData {
   const AttentionTile* prefill_tiles(bool narrow = false) const {
     return reinterpret_cast<const AttentionTile*>(at(narrow ? narrow_tiles_ : prefill_tiles_));
   }
+  // Tiles of one row each, which sees the positions that an indexer selects.
+  const AttentionTile* selected_tiles() const { return reinterpret_cast<const AttentionTile*>(at(selected_tiles_)); }
+  // Of each row: where its sequence's span tables begin. Of programs with an indexer.
+  const int* row_tables() const { return at(row_tables_); }
   StateRows state_rows(const Size& size) const {
     return {reinterpret_cast<const StateItem*>(at(state_items_)), reinterpret_cast<const StateChunk*>(at(chunks_)),
             size.short_items, size.long_items, size.chunks};
   }
 
  private:
+  int plain_rows(const Item& item) const;
+  template <typename F>
+  void cut(const Item& item, F add) const;
+  int splits_of(const Item& item) const;
   void choose_tiles(const Batch& batch);
   bool sees_ahead(const Batch& batch, const Item& item) const;
   void add_sights(const Batch& batch, const Item& item) const;
@@ -114,8 +129,8 @@ class StepData {
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
   size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, keeps_, takes_, ends_, part_begins_,
-      part_ends_, segments_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, narrow_tiles_, state_items_,
-      chunks_, tables_,
+      part_ends_, segments_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, narrow_tiles_, selected_tiles_,
+      row_tables_, state_items_, chunks_, tables_,
       all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   Memory given_turns_[2], given_rows_;

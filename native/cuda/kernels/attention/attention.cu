@@ -188,21 +188,23 @@ struct Seen {
   }
 };
 
-// Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position.
+// Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position. selected: null,
+// or the positions in the cache.
 template <CacheType kType, bool kLatent, int kEach>
-__device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_head, int row, int position, int split,
-                                 int head, const float (&query)[kEach]) {
+__device__ Seen<kEach> see_split(const Attention& a, const int* table, const float* selected, int kv_head, int row,
+                                 int position, int split, int head, const float (&query)[kEach]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int key_dim = kLatent ? dim + a.cache.rope_dim : dim, kept = kLatent ? 0 : kv_head;
   const int least = max(0, first_seen(a, row, position)), last = last_seen(a, row, position);
   const float factor = score_factor(a);
+  const auto place_of = [&](int at) { return kLatent && selected ? (int)selected[at] : at; };
   Seen<kEach> seen;
   const int end = min((split + 1) * kKvSplitTokens, last + 1);
   for (int begin = max(split * kKvSplitTokens, least / 32 * 32); begin < end; begin += 32) {
     float score = -INFINITY;
     for (int j = 0; j < 32 && begin + j < end; j++) {
-      const int at = begin + j;
-      const Cached<kType> key(a.cache, head_of(a.cache, table[at / size], kept), false, at % size);
+      const int at = begin + j, place = place_of(at);
+      const Cached<kType> key(a.cache, head_of(a.cache, table[place / size], kept), false, place % size);
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kEach; i++)
@@ -217,8 +219,8 @@ __device__ Seen<kEach> see_split(const Attention& a, const int* table, int kv_he
 #pragma unroll
     for (int i = 0; i < kEach; i++) seen.values[i] *= by;
     for (int j = 0; j < 32 && begin + j < end; j++) {
-      const int at = begin + j;
-      const Cached<kType> value(a.cache, head_of(a.cache, table[at / size], kept), !kLatent, at % size);
+      const int place = place_of(begin + j);
+      const Cached<kType> value(a.cache, head_of(a.cache, table[place / size], kept), !kLatent, place % size);
       const float its = __shfl_sync(0xffffffffu, weight, j);
 #pragma unroll
       for (int i = 0; i < kEach; i++)
@@ -238,6 +240,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
   if (decode) tile.first = 0;
   const TileRows rows(a, tile, decode ? kDecodePairs : kPrefillPairs);
   const int* table = a.tables + rows.tile.table;
+  const float* selected = kLatent ? selected_by(a, tile) : nullptr;
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
     if (!rows.has(pair, kv_head)) continue;
     const int row = rows.row(pair), head = rows.head(pair, kv_head), position = rows.position(pair);
@@ -251,7 +254,8 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     }
     if (decode && rows.first_split < rows.last_split) {
       for (int split = rows.first_split + blockIdx.z; split <= rows.last_split; split += gridDim.z) {
-        const auto seen = see_split<kType, kLatent, kEach>(a, table, kv_head, row, position, split, head, query);
+        const auto seen =
+            see_split<kType, kLatent, kEach>(a, table, selected, kv_head, row, position, split, head, query);
         float* to = partial_of(a, before, kv_head, split);
         if (lane == 0) to[pair] = seen.most, to[kDecodePairs + pair] = seen.sum;
 #pragma unroll
@@ -263,7 +267,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     if (blockIdx.z) continue;
     Seen<kEach> total;
     for (int split = rows.first_split; split <= rows.last_split; split++)
-      total.merge(see_split<kType, kLatent, kEach>(a, table, kv_head, row, position, split, head, query));
+      total.merge(see_split<kType, kLatent, kEach>(a, table, selected, kv_head, row, position, split, head, query));
     const float sum = with_sink(a, head, total.sum, total.most);
 #pragma unroll
     for (int i = 0; i < kEach; i++)
@@ -387,6 +391,11 @@ auto attend_latent_kernel_of(CacheType type) {
   return attend_kernel<CacheType::dtype16, true, kLatentFeatures>;
 }
 
+// Prefill tiles, and those of selected positions.
+void attend_latent_tiles(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  start(queue, attend_latent_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads), 32 * kWarps, 0, a, tiles, false);
+}
+
 void attend_decode_mma(const Attention& a, const AttentionTile* tiles, int count, int sharers, bool own,
                        const Rope* rope, const Queue& queue) {
   (a.cache.bits() <= 8 ? attend_decode_quantized : attend_decode_dtype16)(a, tiles, count, sharers > 1, own, rope,
@@ -418,7 +427,14 @@ void attend_latent_prefill(const Attention& a, AttentionAlgo algo, const Attenti
                            const Queue& queue) {
   if (count == 0) return;
   if (algo == AttentionAlgo::mma) return attend_latent_prefill_mma(a, tiles, count, queue);
-  start(queue, attend_latent_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads), 32 * kWarps, 0, a, tiles, false);
+  attend_latent_tiles(a, tiles, count, queue);
+}
+
+void attend_latent_selected(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count,
+                            const Queue& queue) {
+  if (count == 0) return;
+  if (algo == AttentionAlgo::mma) return attend_latent_selected_mma(a, tiles, count, queue);
+  attend_latent_tiles(a, tiles, count, queue);
 }
 
 void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count, const Rope* rope,

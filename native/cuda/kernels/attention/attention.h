@@ -11,26 +11,29 @@ namespace as::cuda {
 // two features into a byte, the even one in the low bits. Four float arrays [span_size] follow the keys and values:
 // the keys' scales and minimums, then the values'. float8 is e4m3 without a scale; larger values are clipped to 448.
 // The cache of latent attention holds rows [span_size, padded_dim] instead: a latent of head_dim features, then a
-// rotated key of rope_dim. Its kv_heads are tiles of query heads, which all see these rows.
+// rotated key of rope_dim. Its kv_heads are tiles of query heads, which all see these rows. The cache of an indexer
+// holds keys alone, in rows [span_size, padded_dim].
 enum class CacheType { f32, dtype16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
   CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
   DType16 dtype = DType16::bf16;
-  int rope_dim = 0;     // > 0: of latent attention
-  bool padded = false;  // to a size that mma kernels have, with zeros (padded_head()): for prefill tiles alone
-  size_t stride = 0;    // bytes from a span to the next one; span_bytes() if the layer's spans are adjacent
+  int rope_dim = 0;      // > 0: of latent attention
+  bool indexed = false;  // of an indexer
+  bool padded = false;   // to a size that mma kernels have, with zeros (padded_head()): for prefill tiles alone
+  size_t stride = 0;     // bytes from a span to the next one; span_bytes() if the layer's spans are adjacent
 
-  AS_BOTH bool latent() const { return rope_dim > 0; }
+  // Whether a token has one row, instead of a key and a value of each KV head.
+  AS_BOTH bool has_rows() const { return rope_dim > 0 || indexed; }
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
   AS_BOTH int bits() const {
     return type == CacheType::f32 ? 32 : type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
-  AS_BOTH size_t scales_at() const { return (latent() ? 1 : 2) * span_size * row_bytes(); }  // offset in a head
+  AS_BOTH size_t scales_at() const { return (has_rows() ? 1 : 2) * span_size * row_bytes(); }  // offset in a head
   AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }
-  AS_BOTH size_t span_bytes() const { return head_bytes() * (latent() ? 1 : kv_heads); }
+  AS_BOTH size_t span_bytes() const { return head_bytes() * (has_rows() ? 1 : kv_heads); }
 };
 
 // Adjacent spans of the cache: of one layer or, if layers have several sizes, of all layers together.
@@ -54,10 +57,12 @@ void copy_spans(const SpanPart* parts, int ranges, size_t largest, const SpanPai
 // Rows of one sequence that attend together: `count` adjacent rows of the step from `row` on, at positions from `start`
 // on, with the spans tables[table...]. A prefill tile covers the (row, query head of a KV head's group) pairs from
 // number `first` on. A decode tile covers all pairs; its `first` is the number of KV splits of the decode tiles before
-// it, and `before` the number of the sequence's rows of the step that are in the tiles before it.
+// it, and `before` the number of the sequence's rows of the step that are in the tiles before it; kSelected: the tile's
+// one row attends to the positions that an indexer selects for it, as if these were positions 0 to `start`.
 struct AttentionTile {
   int row, count, start, table, first, before;
 };
+constexpr int kSelected = -1;
 
 // How attention is computed; cuda/kernel_choice.h chooses. mma also supports quantized caches.
 enum class AttentionAlgo { simt, mma, wgmma };
@@ -95,6 +100,8 @@ struct Attention {
   // rotated_width, and the rows that the cache keeps.
   const float *rotated = nullptr, *kept = nullptr;
   int rotated_width = 0;
+  const float* selected = nullptr;  // [rows, selected_width]: the positions that an indexer selects, or null
+  int selected_width = 0;
 };
 constexpr int kKvSplitTokens = 256;  // tokens of a KV split; splits are merged in ascending order
 constexpr int kDecodePairs = 16;     // pairs of a decode tile, whose KV splits are distributed over CTAs
@@ -162,5 +169,8 @@ void attend_latent_decode(const Attention& a, AttentionAlgo algo, const Attentio
                           const Queue& queue);
 void attend_latent_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count,
                            const Queue& queue);
+// Of tiles whose rows see the positions that an indexer selects, without KV splits in parallel.
+void attend_latent_selected(const Attention& a, AttentionAlgo algo, const AttentionTile* tiles, int count,
+                            const Queue& queue);
 
 }  // namespace as::cuda

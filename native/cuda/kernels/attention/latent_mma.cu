@@ -46,7 +46,8 @@ static_assert(sizeof(Memory<1>) == latent_fixed(1) && sizeof(Memory<2>) == laten
 static_assert(kLatentStage == kLatentTokens * kStride);
 static_assert(kQuarters * kSteps * 16 == kLargestRow && kConsumers == 2 * kQuarters && kEights == kConsumers);
 
-// A copying warp's part.
+// A copying warp's part. kSelects: an indexer selects the positions of some tiles.
+template <bool kSelects>
 class Copier {
  public:
   __device__ Copier(const Attention& a, uint32_t ring, uint32_t full, uint32_t empty, int stages)
@@ -54,6 +55,8 @@ class Copier {
 
   // Copies the positions of a KV split, up to `last`.
   __device__ void copy_split(const AttentionTile& tile, int split, int last) {
+    if constexpr (kSelects)
+      if (tile.before == kSelected) return copy_selected(tile, split, last);
     const int size = a_.cache.span_size, shift = 31 - __clz(size), begin = split * kKvSplitTokens;
     const int first_span = begin >> shift, at_lane = first_span + lane_ % 16;  // a KV split has at most 16 spans
     const int spans = at_lane << shift <= last ? a_.tables[tile.table + at_lane] : 0;
@@ -80,6 +83,42 @@ class Copier {
   __device__ void end() { commit_copies(), wait_copies<0>(); }
 
  private:
+  // The same of positions that an indexer selects. Each lane looks up one of 32 positions. It does so two steps ahead,
+  // because a place in the cache takes two reads, one after the other.
+  __device__ void copy_selected(const AttentionTile& tile, int split, int last) {
+    const int size = a_.cache.span_size, shift = 31 - __clz(size), begin = split * kKvSplitTokens;
+    const int* table = a_.tables + tile.table;
+    const float* selected = selected_by(a_, tile);
+    const auto position_at = [&](int at) { return at + lane_ <= last ? (int)selected[at + lane_] : -1; };
+    const auto place_of = [&](int position) {
+      return position < 0 ? 0 : table[position >> shift] * size + (position & (size - 1));
+    };
+    await_previous();
+    int places = place_of(position_at(begin)), next = position_at(begin + 32);
+    const int blocks = (last - begin) / kTokens + 1;
+#pragma unroll 1
+    for (int at = begin; at < begin + blocks * kTokens; at += 32) {
+      const int later = place_of(next);
+      next = position_at(at + 64);
+#pragma unroll 1
+      for (int half = 0; half < 32; half += kLatentTokens) {
+        const int there = min(max(last + 1 - at - half, 0), kLatentTokens) * kChunks;
+        wait_barrier(empty_ + 8 * place_.stage, place_.parity ^ 1);
+        const uint32_t to = ring_ + place_.stage * kLatentStage;
+#pragma unroll
+        for (int j = 0; j < kLatentTokens * kChunks / kCopiers; j++) {
+          const int chunk = j * kCopiers + thread_, row = chunk / kChunks;
+          const size_t place = __shfl_sync(0xffffffffu, places, half + row);
+          copy_16(to + (chunk + row) * 16, a_.cache.data + place * kRowBytes + (chunk - row * kChunks) * 16,
+                  chunk < there);
+        }
+        arrive_with_copies(full_ + 8 * place_.stage);
+        place_.advance(1, stages_);
+      }
+      places = later;
+    }
+  }
+
   static constexpr int kChunks = kRowBytes / 16;
   static_assert(kLatentTokens * kChunks % kCopiers == 0);
   const Attention& a_;
@@ -364,6 +403,7 @@ __device__ int last_of(const RowsOf& rows, int split) {
   return min(rows.position(rows.count - 1), (split + 1) * kKvSplitTokens - 1);
 }
 
+template <bool kSelects>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_latent_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count,
                                 bool several, int stages) {
@@ -384,7 +424,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   KvSplits splits(a, tiles, several, begin);
   if (!splits.left()) return;
   if (threadIdx.x >= 32 * kConsumers) {
-    Copier copier(a, ring, shared_address(shared.full), shared_address(shared.empty), stages);
+    Copier<kSelects> copier(a, ring, shared_address(shared.full), shared_address(shared.empty), stages);
     for (; splits.left(); splits.next())
       if (splits.rows().count)
         copier.copy_split(splits.rows().tile, splits.split(), last_of(splits.rows(), splits.split()));
@@ -422,23 +462,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (part.blocks > 1) decode::merge_part<kLatentDim>(a, part, shared, ring, stages * kLatentStage / kConsumers);
 }
 
-template <int kTiles>
+template <int kTiles, bool kSelects>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_latent_prefill_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int stages) {
+    attend_latent_prefill_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int parts,
+                                 int stages) {
   extern __shared__ __align__(128) char bytes[];
   let_next_begin();
   Memory<kTiles>& memory = *reinterpret_cast<Memory<kTiles>*>(bytes);
   const uint32_t ring = shared_address(bytes + sizeof(memory));
   init_ring(memory.shared, stages);
   __syncthreads();
-  constexpr int kPairs = kTiles * kDecodePairs, kParts = kPrefillPairs / kPairs;
-  AttentionTile tile = tiles[blockIdx.x / kParts];
-  tile.first += blockIdx.x % kParts * kPairs;
+  constexpr int kPairs = kTiles * kDecodePairs;
+  AttentionTile tile = tiles[blockIdx.x / parts];
+  tile.first += blockIdx.x % parts * kPairs;
   const TileRows rows(a, tile, kPairs);
   if (!rows.count) return;
   if (threadIdx.x >= 32 * kConsumers) {
     if (kTiles > 1) leave_registers();
-    Copier copier(a, ring, shared_address(memory.shared.full), shared_address(memory.shared.empty), stages);
+    Copier<kSelects> copier(a, ring, shared_address(memory.shared.full), shared_address(memory.shared.empty), stages);
     for (int split = rows.first_split; split <= rows.last_split; split++)
       copier.copy_split(tile, split, last_of(rows, split));
     return copier.end();
@@ -452,12 +493,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   attender.write_total(rows, blockIdx.y);
 }
 
-template <int kTiles>
-void start_prefill(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+// parts: CTAs of a tile and KV head.
+template <int kTiles, bool kSelects>
+void start_prefill(const Attention& a, const AttentionTile* tiles, int count, int parts, const Queue& queue) {
   const int stages = latent_stages(max_shared(), kTiles), bytes = latent_fixed(kTiles) + stages * kLatentStage;
-  const auto kernel = attend_latent_prefill_kernel<kTiles>;
-  start(queue, kernel, dim3(count * (kPrefillPairs / kDecodePairs / kTiles), a.cache.kv_heads), kThreads, bytes, a,
-        tiles, stages);
+  const auto kernel = attend_latent_prefill_kernel<kTiles, kSelects>;
+  start(queue, kernel, dim3(count * parts, a.cache.kv_heads), kThreads, bytes, a, tiles, parts, stages);
 }
 
 }  // namespace latent
@@ -466,13 +507,24 @@ void attend_latent_decode_mma(const Attention& a, const AttentionTile* tiles, in
                               const Queue& queue) {
   const int stages = latent_stages(max_shared(), 1), bytes = latent_fixed(1) + stages * kLatentStage;
   const int all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
-  start(queue, latent::attend_latent_decode_kernel, dim3(std::min(all, sm_count())), latent::kThreads, bytes, a, tiles,
-        count, several, stages);
+  const auto kernel =
+      a.selected ? latent::attend_latent_decode_kernel<true> : latent::attend_latent_decode_kernel<false>;
+  start(queue, kernel, dim3(std::min(all, sm_count())), latent::kThreads, bytes, a, tiles, count, several, stages);
 }
 
 void attend_latent_prefill_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
-  if (latent_fits(max_shared(), 2)) latent::start_prefill<2>(a, tiles, count, queue);
-  else latent::start_prefill<1>(a, tiles, count, queue);
+  constexpr int kParts = kPrefillPairs / kDecodePairs;
+  if (latent_fits(max_shared(), 2)) latent::start_prefill<2, false>(a, tiles, count, kParts / 2, queue);
+  else latent::start_prefill<1, false>(a, tiles, count, kParts, queue);
+}
+
+// A CTA has up to 32 heads of a row, as they see the same positions.
+void attend_latent_selected_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.queries <= kDecodePairs || !latent_fits(max_shared(), 2))
+    return latent::start_prefill<1, true>(a, tiles, count, 1, queue);
+  Attention wide = a;
+  wide.cache.kv_heads = ceil_div(a.queries, 2 * kDecodePairs), wide.group = ceil_div(a.queries, wide.cache.kv_heads);
+  latent::start_prefill<2, true>(wide, tiles, count, 1, queue);
 }
 
 }  // namespace AS_DTYPE16

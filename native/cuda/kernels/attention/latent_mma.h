@@ -9,6 +9,7 @@ namespace AS_DTYPE16 {
 void attend_latent_decode_mma(const Attention& a, const AttentionTile* tiles, int count, bool several,
                               const Queue& queue);
 void attend_latent_prefill_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
+void attend_latent_selected_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
 }  // namespace AS_DTYPE16
 }  // namespace as::cuda

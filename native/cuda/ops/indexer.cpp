@@ -1,0 +1,39 @@
+// indexer: stores the keys of a step's rows, scores the positions that each row sees, and selects the best.
+#include "cuda/kernels/attention/indexer.h"
+
+#include <algorithm>
+
+#include "cuda/ops/ops.h"
+
+namespace as::cuda {
+namespace {
+
+int bind_indexer(Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  Workspace& ws = b.workspace;
+  Attention stored;
+  stored.cache = ws.cache_of(op), stored.kept = b.in(op, 2).values();
+  Indexer p;
+  p.keys = stored.cache, p.queries = b.in(op).values(), p.weights = b.in(op, 1).values();
+  p.heads = b.in(op, 1).rows.width, p.selected = b.out(op).values(), p.width = b.out(op).rows.width;
+  p.positions = ws.data->positions(), p.row_tables = ws.data->row_tables();
+  p.tables = ws.data->tables(op.integer("cache_group")), p.scores = ws.index_scores.as<float>();
+  p.stride = index_stride(ws.limits.max_length),
+  p.most_rows = index_rows(ws.limits.max_rows, ws.limits.max_length, ws.limits.partial_bytes);
+  const int* where = ws.data->where(op.integer("cache_group"));
+  b.launches.push_back([=, queue = b.queue](const Binding::Size& size) {
+    if (!size.rows) return;
+    store_latent(stored, where, size.rows, queue);
+    for (int first = 0; first < size.rows; first += p.most_rows) {
+      const int rows = std::min(p.most_rows, size.rows - first);
+      score_positions(p, first, rows, size.prefills(), queue);
+      select_positions(p, first, rows, queue);
+    }
+  });
+  return 0;
+}
+
+const RegisterCudaOp kIndexer(Op::indexer, bind_indexer);
+
+}  // namespace
+}  // namespace as::cuda
