@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..cache import PrefixCache, SpanPool
+from ..runtime.plan import Flag
 from .prediction import PredictedLengths
 from .sequence import Sequence, State
 from .slots import SlotTable
@@ -47,7 +48,7 @@ class SchedulerState:
         self._windowed = any(limits.windows)
         track_full_spans = prefix_cache is not None or self._windowed
         self._slots = SlotTable(limits.max_batch, limits.span_size, track_full_spans, limits.recompute_beyond)
-        lengths = limits.max_batch, limits.max_drafts, limits.first_drafts
+        lengths = limits.max_batch, limits.max_drafts, limits.first_drafts, limits.draft_kind != Flag.LOOKUP
         self._drafts = DraftLengths(*lengths) if limits.draft_kind else None
         self._predicted = PredictedLengths(limits.max_batch)
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))

@@ -107,6 +107,25 @@ def test_draft_lengths_follow_what_is_accepted():
     assert [lengths.choose(slots).tolist() for _ in range(16)] == [[7, 0]] * 15 + [[7, 2]]
 
 
+def test_a_head_that_is_never_right_is_seldom_asked():
+    """By new sequences neither: of any 1,025 steps one has drafts. One that is accepted ends the doubt."""
+    lengths, slots = DraftLengths(4, 7, 2, shared=True), np.arange(4)
+    tried, steps = [], 6000
+    for step in range(steps):
+        if step % 200 == 0:
+            lengths.start(step // 200 % 4)
+        drafts = lengths.choose(slots)
+        tried += [step] if drafts.any() else []
+        lengths.learn(slots, drafts, np.zeros(4, int))
+    assert len([step for step in tried if step < 256]) <= 6 and np.diff(tried)[-3:].tolist() == [1025] * 3
+    while not (drafts := lengths.choose(slots)).any():
+        pass
+    assert drafts.tolist() == [2, 2, 2, 2]
+    lengths.learn(slots, drafts, np.array([0, 0, 2, 0]))
+    lengths.start(1)
+    assert lengths.choose(slots).tolist() == [1, 2, 4, 1]
+
+
 def test_drafts_are_bounded_by_rows_outputs_and_length():
     rig = Rig(num_spans=512, span_size=16, max_batch=32, max_step_tokens=256, draft_kind=int(Flag.LOOKUP),
               executor={"token": counting, "max_length": 40})
