@@ -441,7 +441,8 @@ def given_width(model: RankModel) -> int:
     """The width of the rows that plans may give a model; 0: they give none."""
     graph, widths = model.graph, [0]
     for op in graph.ops:
-        if op.type == "given_rows" or (op.type == "embedding" and graph.config.tower is not None):
+        passes = op.type == "embedding" and graph.config.tower is not None and "given_id" not in op.attrs
+        if op.type == "given_rows" or passes:
             widths.append(graph.tensors[op.outputs[0]].width_of(0, 1))
         elif op.type == "add_given":
             widths.append(int(op.attrs.get("offset", 0)) + graph.tensors[op.inputs[0]].width_of(0, 1))

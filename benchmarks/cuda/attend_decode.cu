@@ -130,7 +130,7 @@ void check(int seed) {
   };
   float *qkv = (float*)device(nullptr, (size_t)rows * a.width * 4),
         *angles = (float*)device(nullptr, (size_t)(rows + heads) * dim * 4);
-  a.cache.data = device(nullptr, bytes), a.qkv = qkv;
+  a.cache.data = device(nullptr, bytes), a.cache.stride = a.cache.span_bytes(), a.qkv = qkv;
 #ifndef OLD
   if (rand() % 4 == 0) a.slopes = angles;
   if (rand() % 4 == 0) a.sinks = angles + rows;
@@ -249,7 +249,7 @@ int main(int argc, char** argv) {
     a.arrivals = arrivals;
 #endif
     for (int l = 0; l < kLayers; l++) {
-      a.cache.data = data + l * layer_bytes;
+      a.cache.data = data + l * layer_bytes, a.cache.stride = a.cache.span_bytes();
       fill_cache<<<ceil_div(layer_bytes / 4, 256), 256>>>(a.cache, layer_bytes / 4);
     }
     for (float*& result : results) CHECK(cudaMalloc(&result, out * 4)), CHECK(cudaMemset(result, 0, out * 4));

@@ -69,7 +69,7 @@ int main(int argc, char** argv) {
         CHECK(cudaMalloc(&device_tiles, tiles.size() * sizeof(AttentionTile)));
     CHECK(cudaMemcpy(tables, table.data(), table.size() * 4, cudaMemcpyHostToDevice));
     CHECK(cudaMemcpy(device_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
-    a.cache.data = (char*)data, a.qkv = qkv, a.tables = tables;
+    a.cache.data = (char*)data, a.cache.stride = a.cache.span_bytes(), a.qkv = qkv, a.tables = tables;
     printf("%s:", argv[c]);
     for (int by = 0; by < 2; by++) {
       CHECK(cudaMalloc(&results[by], out)), CHECK(cudaMemset(results[by], 0, out));

@@ -100,7 +100,8 @@ int main(int argc, char** argv) {
     l.qkv = matrix(wide, kHidden), l.o = matrix(kHidden, attended);
     l.gate_up = matrix(2 * inner, kHidden), l.down = matrix(kHidden, inner);
     l.cache = {nullptr, CacheType::dtype16, kSpan, kv, kDim, kDim};
-    l.cache.data = memory<char>(l.cache.span_bytes() * spans * kMaxRows, 1.0f);
+    l.cache.stride = l.cache.span_bytes();
+    l.cache.data = memory<char>(l.cache.stride * spans * kMaxRows, 1.0f);
   }
   std::vector<AttentionTile> tiles;
   std::vector<int> tables;

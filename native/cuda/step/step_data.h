@@ -80,9 +80,8 @@ class StepData {
   const int* ends() const { return at(ends_); }
   const int* part_begins() const { return at(part_begins_); }
   const int* part_ends() const { return at(part_ends_); }
-  const int* segments() const {
-    return at(segments_);
-  }  // 1 for rows behind the sequence's first separator, otherwise 0
+  // 1 for rows behind their sequence's first separator, otherwise 0.
+  const int* segments() const { return at(segments_); }
   Places places() const { return {at(places_), at(places_) + pitch_, at(places_) + 2 * pitch_}; }
   // Height and width of each row's image.
   const int* image_heights() const { return at(sizes_); }

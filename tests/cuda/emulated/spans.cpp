@@ -64,14 +64,14 @@ namespace as::cuda {
 void check(cudaError_t, const char*) {}
 Memory::Memory(size_t bytes, const char*, Where where) : data_(std::calloc(bytes, 1)), bytes_(bytes), where_(where) {}
 Memory::~Memory() { std::free(data_); }
-Device::Device(int index) : index_(index) {}
+Device::Device(int index, const ChipCosts& costs) : index_(index), costs_(costs) {}
 Device::~Device() = default;
 
-void copy_spans(const SpanPart* parts, int layers, size_t, const SpanPair* pairs, int count, bool saves, const Queue&) {
+void copy_spans(const SpanPart* parts, int ranges, size_t, const SpanPair* pairs, int count, bool saves, const Queue&) {
   stream.push_back({[=] {
-                      for (int i = 0; i < count * layers; i++) {
-                        const SpanPart& part = parts[i % layers];
-                        const SpanPair& pair = pairs[i / layers];
+                      for (int i = 0; i < count * ranges; i++) {
+                        const SpanPart& part = parts[i % ranges];
+                        const SpanPair& pair = pairs[i / ranges];
                         char *cache = part.cache + part.bytes * pair.span,
                              *host = part.host + part.host_stride * pair.host;
                         std::memcpy(saves ? host : cache, saves ? cache : host, part.bytes);
@@ -86,16 +86,17 @@ constexpr int kCache = 90, kHost = 70, kOffset = 4096;
 
 class Rig {
  public:
-  explicit Rig(unsigned seed) : random_(seed), device_(0), layers_(3), memory_(3), cached_(kCache), stored_(kHost) {
+  explicit Rig(unsigned seed) : random_(seed), device_(0), ranges_(3), memory_(3), cached_(kCache), stored_(kHost) {
     for (int l = 0; l < 3; l++) {
-      layers_[l].kv_heads = 1 + l, layers_[l].padded_dim = 16, layers_[l].span_size = 16;
-      layers_[l].type = l == 1 ? CacheType::int8 : CacheType::f32;
-      memory_[l].resize(layers_[l].span_bytes() * kCache), layers_[l].data = memory_[l].data();
+      LayerCache layer;
+      layer.kv_heads = 1 + l, layer.padded_dim = 16, layer.span_size = 16;
+      layer.type = l == 1 ? CacheType::int8 : CacheType::f32;
+      memory_[l].resize(layer.span_bytes() * kCache), ranges_[l] = {memory_[l].data(), layer.span_bytes()};
     }
     char name[] = "/tmp/spansXXXXXX";
     file_ = mkstemp(name);
     unlink(name);
-    if (ftruncate(file_, kOffset + SpanRecords::bytes_for(span_pieces(layers_), kHost)))
+    if (ftruncate(file_, kOffset + SpanRecords::bytes_for(span_pieces(ranges_), kHost)))
       throw std::runtime_error("the file cannot be made");
     open();
   }
@@ -138,14 +139,13 @@ class Rig {
     std::memcpy(&key, words, sizeof key);
     return key;
   }
-  void open() { store_ = std::make_unique<FileSpans>(device_, layers_, kCache, kHost, file_, kOffset); }
+  void open() { store_ = std::make_unique<FileSpans>(device_, ranges_, kCache, kHost, file_, kOffset); }
 
   template <typename F>
   void each_word(int span, uint32_t content, F f) {
-    for (const LayerCache& layer : layers_) {
+    for (const SpanRange& range : ranges_) {
       std::minstd_rand words(content);
-      for (size_t at = 0; at < layer.span_bytes(); at += 4)
-        f(layer.data + layer.span_bytes() * span + at, (uint32_t)words());
+      for (size_t at = 0; at < range.bytes; at += 4) f(range.data + range.bytes * span + at, (uint32_t)words());
     }
   }
   void compute(int span) {
@@ -180,7 +180,7 @@ class Rig {
 
   std::mt19937 random_;
   Device device_;
-  std::vector<LayerCache> layers_;
+  std::vector<SpanRange> ranges_;
   std::vector<std::vector<char>> memory_;
   std::vector<uint32_t> cached_, stored_;  // the content of each span; 0: none
   uint32_t contents_ = 0;

@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kThreads) attend_large_kernel(Attention a, con
   const int* table = a.tables + rows.tile.table;
   const int last = rows.last, size = a.cache.span_size;
   const uint32_t keys = shared_address(shared), values = keys + Pairs::kTensor;
-  Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare,
-              keys + kQueries + group * Pairs::kQueries);
+  Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare, keys + kQueries + group * Pairs::kQueries);
 
   const auto fetch = [&](int begin, uint32_t stage, bool value) {
     if (begin <= last) {
@@ -47,7 +46,8 @@ __global__ void __launch_bounds__(kThreads) attend_large_kernel(Attention a, con
         const int span = __shfl_sync(0xffffffffu, spans, at / size - from_span);
         const bool there = at <= last;
         const char* from = a.cache.data;
-        if (there) from = head_of(a.cache, span, kv_head) + (size_t)((value ? size : 0) + at % size) * kRow + chunk * 16;
+        if (there)
+          from = head_of(a.cache, span, kv_head) + (size_t)((value ? size : 0) + at % size) * kRow + chunk * 16;
         copy_16(stage + token * Pairs::kStride * 2 + chunk * 16, from, there);
       }
     }
