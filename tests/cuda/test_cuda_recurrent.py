@@ -50,7 +50,7 @@ def test_relu_square(width):
 
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
-@pytest.mark.parametrize("heads, dim", [(1, 1), (3, 7), (2, 64), (5, 33), (2, 131)])
+@pytest.mark.parametrize("heads, dim", [(1, 1), (3, 7), (2, 64), (5, 33), (2, 131), (2, 512), (2, 700), (1, 1100)])
 def test_gates(heads, dim, gate, gate_first):
     own = toy()
     width = heads * dim
@@ -121,7 +121,7 @@ def test_a_decay_for_each_channel_is_refused():
 
 # -- whole models ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5", "qwen3-5-moe", "nemotron-h", "nemotron-h-latent",
-                                  "granite-hybrid", "granite-hybrid-dense"])
+                                  "granite-hybrid", "granite-hybrid-dense", "bamba", "falcon-h1"])
 def test_model_in_float32(name):
     pytest.importorskip("transformers.models.qwen3_5_moe")
     from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits
@@ -137,7 +137,8 @@ def test_model_in_float32(name):
                                                ("qwen3-5-moe", "int4", 32), ("qwen3-5", "w8a8", 0),
                                                ("nemotron-h", "bfloat16", 0), ("nemotron-h", "int8", 0),
                                                ("nemotron-h", "w8a8", 0), ("granite-hybrid", "bfloat16", 0),
-                                               ("granite-hybrid", "int4", 32)])
+                                               ("granite-hybrid", "int4", 32), ("bamba", "w8a8", 0),
+                                               ("falcon-h1", "bfloat16", 0)])
 def test_bits_of_models_in_every_format(name, form, group):
     pytest.importorskip("transformers.models.qwen3_5_moe")
     from support.checkpoints import checkpoint, prompt_of
