@@ -13,6 +13,7 @@ from typing import Any
 
 from allspark_server.models.fields import Fields
 from allspark_server.models.network import DenseLayer
+from allspark_server.models.yes_no_reranker import CARD, INSTRUCTION, compared_tokens, is_yes_no_reranker
 from allspark_server.weights.files import read_json, read_json_list
 
 POOLINGS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
@@ -40,8 +41,12 @@ def read_modules(directory: str | Path | None) -> SentenceModules:
     """What the files of a checkpoint's directory say; nothing if it has none. AllSparkError names the field that is
     wrong or not supported.
     """
-    if directory is None or not os.path.lexists(Path(directory, "modules.json")):
+    if directory is None:
         return SentenceModules()
+    if not os.path.lexists(Path(directory, "modules.json")):
+        if not is_yes_no_reranker(directory):
+            return SentenceModules()
+        return SentenceModules(compared=compared_tokens(directory), prompts={"web": INSTRUCTION}, default_prompt="web")
     directory = Path(directory)
     listed = read_json_list(directory / "modules.json")
     found: dict[str, Any] = {}
@@ -72,7 +77,7 @@ def module_files(directory: str | Path) -> list[str]:
     """The names of the files that read_modules reads, below the directory; those that exist and others."""
     path = Path(directory, "modules.json")
     if not os.path.lexists(path):
-        return []
+        return [CARD, "config.json"] if is_yes_no_reranker(directory) else []
     read_modules(directory)  # refuses paths to elsewhere
     folders = [entry.get("path") or "" for entry in read_json_list(path)]
     return [path.name, "config_sentence_transformers.json",

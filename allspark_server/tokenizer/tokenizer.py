@@ -76,6 +76,8 @@ class Tokenizer:
         templates = chat_templates_of(path, config)
         if chat_template:
             templates = {"default": read_template(Path(chat_template))}
+        elif (template := vocabularies.pair_template_of(path)) is not None:
+            templates["default"] = template
         chat = vocabularies.chat_of(path, backend.get_vocab())
         if chat is not None:
             templates.setdefault("default", chat[0])

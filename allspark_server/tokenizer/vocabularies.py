@@ -267,3 +267,11 @@ def _sentencepiece(file: Path, data: bytes) -> dict[str, Any]:
             "normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None, "post_processor": None,
             "decoder": {"type": "Sequence", "decoders": back},
             "model": _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=trainer.byte_fallback)}
+
+
+def pair_template_of(directory: str | Path) -> str | None:
+    """The chat template of rerankers whose checkpoint has it in its model card alone; None for others."""
+    from ..models.yes_no_reranker import TEMPLATE, is_yes_no_reranker
+
+    has_modules = os.path.lexists(Path(directory, "modules.json"))
+    return TEMPLATE if not has_modules and is_yes_no_reranker(directory) else None

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 #: the files that are downloaded: no code, and no weights of other frameworks
-_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja"]
+_FILES = ["README.md", "*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja"]
 _WEIGHTS, _TORCH_WEIGHTS = ["*.safetensors"], ["pytorch_model*.bin"]
 _IGNORED = ["original/*", "onnx/*", "openvino/*"]
 _PATHS = ("model_path", "draft_model")

@@ -395,6 +395,51 @@ def test_a_reranker_by_the_logits_of_two_tokens(engine, tmp_path, name):
     engine.release_model(own)
 
 
+CARD = """---
+license: apache-2.0
+pipeline_tag: text-ranking
+---
+# A reranker
+"""
+
+
+@pytest.mark.parametrize("serialized", [False, True])
+def test_qwen3_reranker_as_first_published(engine, tmp_path, serialized):
+    """By its model card's formula: the softmax of the last logits of yes and no, after the card's prompt."""
+    directory = shutil.copytree(checkpoint("qwen3-tied"), tmp_path / "m")
+    add_tokenizer(directory, 400, ("yes", "no", "<think>", "</think>"))
+    own = installed(engine, "judge", directory)     # without the card, it generates
+    assert not engine.get_model_info(own).only_pools
+    engine.release_model(own)
+    (directory / "README.md").write_text(CARD)
+    if serialized:
+        HuggingFaceModel(directory, "s").serialize_to_path(None, tmp_path)
+    own = installed(engine, "judge", tmp_path / "s.asgraph" if serialized else directory)
+    documents = ["the house is red", "two three four"]
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(directory)
+    before = ("<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+              'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
+    after = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    for document, score in zip(documents, engine.rerank(own, "what is red?", documents)):
+        text = ("<Instruct>: Given a web search query, retrieve relevant passages that answer the query\n"
+                f"<Query>: what is red?\n<Document>: {document}")
+        ids = [i for part in (before, text, after) for i in tokenizer.encode(part, add_special_tokens=False)]
+        logits = reference_logits(checkpoint("qwen3-tied"), ids)
+        yes, no = (logits[tokenizer.convert_tokens_to_ids(word)] for word in ("yes", "no"))
+        assert score == pytest.approx(np.exp(yes) / (np.exp(yes) + np.exp(no)), abs=1e-5)
+    engine.release_model(own)
+
+
+def test_rerankers_need_the_tokens_of_their_card(tmp_path):
+    directory = shutil.copytree(checkpoint("qwen3-tied"), tmp_path / "m")
+    add_tokenizer(directory, 400)
+    (directory / "README.md").write_text(CARD)
+    with pytest.raises(AllSparkError, match="README.md says that the model ranks texts.*no tokens 'yes' and 'no'"):
+        read_modules(directory)
+    (directory / "README.md").write_text(CARD.replace("text-ranking", "text-generation") + "pipeline_tag: text-ranking")
+    assert not read_modules(directory).compared
+
+
 def test_a_model_on_demand_is_loaded_for_its_texts(engine):
     engine.install_model(AsModelConfig("later", str(encoder("bert")), on_demand=True, num_threads=2))
     engine.start_model("later")

@@ -138,7 +138,7 @@ def test_what_cannot_be_had(cache):
 def test_download(monkeypatch, cache):
     with a_hub(monkeypatch) as server:
         path = local_directory(ID)
-        assert {file.name for file in shipped_model().iterdir()} - {"README.md"} == \
+        assert {file.name for file in shipped_model().iterdir()} == \
             {file.name for file in (cache / "models--allspark--fable/snapshots" / COMMIT).iterdir()}
         asked = len(server.asked)
         assert local_directory(ID) == path
