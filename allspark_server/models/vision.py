@@ -288,8 +288,8 @@ def _clipped_output(graph: Graph, x: Tensor, name: str, split: Split) -> Tensor:
 
 # -- LLaVA -------------------------------------------------------------------------------------------------------------
 def _clip(config: ModelConfig) -> Graph:
-    """LLaVA's tower: CLIP up to a layer before the last one, and a projector of two layers. A class token is before the
-    patches, a row of zeros: it has an embedding of its own.
+    """LLaVA's tower: CLIP up to a layer before the last one, and a projector of two layers. The class token comes
+    before the patches. Its row is given as zeros, to which its embedding is added.
     """
     vision = config.vision
     assert vision is not None
@@ -298,7 +298,7 @@ def _clip(config: ModelConfig) -> Graph:
     x = _embed_patches(graph, "embeddings.patch_embedding", False)
     tables = (graph.vector("embeddings.position_embedding.weight", count * width),
               graph.vector("embeddings.class_embedding", 2 * width))
-    # Of the second table, the first row of an image has the first row, and the others the second one, of zeros.
+    # The second table has the class token's embedding, which an image's first row gets, and zeros for the other rows.
     graph.op("position_embedding", x, weights=tables, positions=count, separator=0)
     x = graph.layer_norm(x, "pre_layrnorm", "rows")
     for layer in range(config.num_layers):

@@ -41,7 +41,7 @@ KINDS = ("product", "attention", "other")
 @dataclass(frozen=True)
 class OpCost:
     """The operations of an op of a tower for a patch, for an output, and for a pair of patches of one image: estimates.
-    What is not computed by products counts as many operations as a product has in that time on a core with AVX2.
+    Other work than matrix products counts as the operations that a product does in the same time on a core with AVX2.
     """
 
     kind: str
@@ -196,7 +196,8 @@ def _cost(graph: Graph, op: Op, alone: bool) -> OpCost:
     return OpCost(kind, operations)
 
 
-# As OpCost counts, of a feature of all heads of a patch, and of one of a pair; of a value of a tensor.
+# Operations, as OpCost counts them: of attention for each feature of a patch's heads, and for each feature of a pair of
+# patches; for each angle of a rotary table; and for each value of the tensor, by op.
 _OF_HEADS, _OF_PAIR, _OF_ANGLE = 1300.0, 8.0, 30_000.0
 _OF_VALUE = {"activate": 800, "silu_mul": 800, "gelu_mul": 800, "gelu_tanh_mul": 800, "layer_norm": 100,
              "grid_embedding": 300, "all_reduce": 250}

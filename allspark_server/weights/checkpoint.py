@@ -322,8 +322,8 @@ class TextPartWithExperts(TextPart):
 
 
 class VisionPart(Renamed):
-    """The vision tower of a multimodal checkpoint. The convolution that embeds patches is a matrix; what Gemma 3
-    multiplies from the left is transposed; a single value is a vector.
+    """The vision tower of a multimodal checkpoint, as the graph's matrices and vectors: the convolution that embeds
+    patches is a matrix, Gemma 3's projection [inputs, outputs] is transposed, and a single value is a vector.
     """
 
     ROW_END = "image_newline"
