@@ -10,8 +10,8 @@ class DraftLengths:
     and becomes 0 after MISSES steps in a row without an accepted draft. Drafts are then tried again at growing
     intervals. The output of a sequence does not depend on it.
 
-    shared: drafts come from a model, which all sequences have in common. If DOUBT trials in a row, of any sequences,
-    bring no accepted draft, it is not for these texts. Then new sequences begin without drafts, too, and all
+    shared: drafts come from a model, which all sequences have in common. If DOUBT steps with drafts in a row, of any
+    sequences, bring no accepted one, it is not for these texts. Then new sequences begin without drafts, too, and all
     sequences try drafts in the same step, at intervals of LONGEST_DOUBT steps at most: a step with drafts takes
     several times as long as one without, because the host waits for each draft.
     """
@@ -19,13 +19,13 @@ class DraftLengths:
     FIRST, PROBE = 4, 2  # drafts at first unless `first` says otherwise, and in a trial
     MISSES = 3  # steps in a row without an accepted draft, after which there are none
     PAUSE, LONGEST_PAUSE = 16, 512  # steps without drafts before the next trial: at first, and at most
-    DOUBT, LONGEST_DOUBT = 6, 1024
+    DOUBT, LONGEST_DOUBT = 8, 1024
 
     def __init__(self, slots: int, longest: int, first: int = FIRST, shared: bool = False):
         self._longest, self._first = longest, min(first, longest)
         self._drafts, self._misses, self._pause, self._next_pause = (np.zeros(slots, np.int64) for _ in range(4))
         self._shared = shared
-        self._failed = 0  # trials in a row, of all sequences, without an accepted draft
+        self._failed = 0  # steps with drafts in a row, of all sequences, without an accepted one
         self._quiet, self._doubt_pause = 0, self.PAUSE  # steps since the last trial of all, and until the next one
 
     def start(self, slot: int) -> None:
@@ -58,7 +58,7 @@ class DraftLengths:
         if accepted.any():
             self._failed, self._quiet, self._doubt_pause = 0, 0, self.PAUSE
         else:
-            self._failed += len(slots)
+            self._failed += len(slots) > 0
         grown = np.minimum(drafts + 2, self._longest)
         self._drafts[slots] = np.where(accepted == drafts, grown, np.maximum(accepted + 1, drafts // 2))
         self._misses[slots] = np.where(accepted > 0, 0, self._misses[slots] + 1)

@@ -61,6 +61,12 @@ def often_right(share: float):
     return change
 
 
+@pytest.fixture(autouse=True)
+def no_doubt(monkeypatch):
+    """Some heads here are seldom right, and yet their drafts are to be tried."""
+    monkeypatch.setattr(DraftLengths, "DOUBT", 1 << 30)
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     made = {}
