@@ -45,8 +45,9 @@ GROUP_SIZES = (0, 32, 64, 128, 256, 512)
 def _compute_unit(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, value, "a str such as 'CPU:0'")
-    if not re.fullmatch(r"(CPU|CPU_NUMA|CUDA):\d+(,\d+)*", value):
-        raise ValueError(f"{name}={value!r} is not known; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1'")
+    if not re.fullmatch(r"(CPU|CPU_NUMA|CUDA):\d+(,\d+)*(\+CPU:\d+(,\d+)*)?", value):
+        raise ValueError(f"{name}={value!r} is not known; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1', "
+                         "'CUDA:0+CPU:0,1' (routed experts on NUMA nodes)")
     return value
 
 
@@ -62,7 +63,8 @@ class AsModelConfig(Checked):
     model_path: str = path_field("")
     #: the NAME.asparam of a NAME.asgraph; otherwise empty
     weights_path: str = path_field("")
-    #: "CPU:0"; "CPU:0,1" for two NUMA nodes, "CUDA:0,1" for two GPUs
+    #: "CPU:0"; "CPU:0,1" for two NUMA nodes, "CUDA:0,1" for two GPUs. "CPU:0+CPU:0,1": a mixed group, whose first rank
+    #: computes the model, and two others its routed experts
     compute_unit: str = custom_field(_compute_unit, "CPU:0")
     #: most tokens of prompt and output together
     engine_max_length: int = int_field(2048, 1, INT32_MAX)
@@ -181,8 +183,14 @@ class AsModelConfig(Checked):
 
     @property
     def device_ids(self) -> list[int]:
-        """The ids of compute_unit."""
-        return [int(i) for i in self.compute_unit.split(":")[1].split(",")]
+        """The ids of compute_unit; in a mixed group, of the model's ranks."""
+        return [int(i) for i in self.compute_unit.partition("+")[0].split(":")[1].split(",")]
+
+    @property
+    def expert_nodes(self) -> list[int]:
+        """In a mixed group, the NUMA nodes of the ranks of experts; otherwise empty."""
+        _, _, nodes = self.compute_unit.partition("+CPU:")
+        return [int(node) for node in nodes.split(",") if node]
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values for JSON or TOML, enums as names. from_dict reads it."""

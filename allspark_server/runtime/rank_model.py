@@ -18,6 +18,7 @@ from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.native import native_library
+from allspark_server.runtime.roles import Role
 from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.draft_head import find_layers, is_of_head, open_layer
 from allspark_server.weights.eagle import open_eagle
@@ -41,13 +42,14 @@ class RankModel:
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int, device: Device,
                  whole_histories: bool = False, adapters: bool = False, of: RankModel | None = None, layer: int = 0,
-                 opened: OpenedModel | None = None):
+                 opened: OpenedModel | None = None, role: Role | None = None):
         """Opens the model.
 
         path: of a checkpoint, or of an .asgraph file, whose weights are in weights_path. whole_histories: the cache
         keeps spans that are before attention windows. adapters: rows may have LoRA adapters. of: the model of whose
-        draft head to open layer `layer`; path is not used then. opened: a vision tower, in place of a path. Raises
-        AllSparkError if the model cannot be opened or cannot be divided among `world` ranks.
+        draft head to open layer `layer`; path is not used then. opened: a vision tower, in place of a path. role: the
+        rank's in a mixed group. Raises AllSparkError if the model cannot be opened or cannot be divided among `world`
+        ranks.
         """
         self.config, self.rank, self.world = config, rank, world
         self._of = of
@@ -71,9 +73,14 @@ class RankModel:
         if has_mtp:
             self.graph = self.graph.with_kept_hidden()
         self._slices: dict[str, ColumnSlice] = {}
-        check_ranks(self.graph, world)
+        #: the graph of all ranks' parts
+        self.whole = self.graph
+        self._mixed = role is not None and role.mixed
         #: the type of matrices that are not quantized
-        self.unquantized = unquantized_type(self.graph, self.source, device.half)
+        self.unquantized = unquantized_type(self.whole, self.source, device.half)
+        if role is not None:
+            self.graph = role.part_of(self.whole)
+        check_ranks(self.graph, world)
         self._plain = self.graph  # without what a head from elsewhere adds
         if self.eagle:
             self.source = self.eagle.source
@@ -81,7 +88,7 @@ class RankModel:
         elif of is not None and of.eagle:
             self.unquantized = of.unquantized  # they share matrices
         self._choose_types(self.unquantized, device)
-        if of is None and self.graph.config.vision is None:
+        if of is None and self.graph.config.vision is None and not (role is not None and role.experts):
             self._warn_about_length()
             self._warn_about_unused()
         #: digest of the bytes that load() has read
@@ -92,7 +99,8 @@ class RankModel:
     @property
     def opened_formats(self) -> dict[str, WeightFormat]:
         """The format of each matrix of the model itself."""
-        return {name: form for name, form in self.formats.items() if name in self.opened.graph.weights}
+        return {name: form for name, form in (self._elsewhere | self.formats).items()
+                if name in self.opened.graph.weights}
 
     def open_head(self, layer: int) -> OpenedModel:
         """A layer of the draft head of this model, as a model of its own."""
@@ -118,6 +126,10 @@ class RankModel:
         #: the format of each matrix, by the weight's name
         self.formats = {name: form_of(graph.weights[name], form)
                         for name, form in wanted_formats(graph, config, unquantized).items()}
+        #: the same of matrices that only ranks with another role have, which compute on CPUs
+        self._elsewhere = {} if not self._mixed else {
+            name: form for name, form in wanted_formats(self.whole, config, unquantized).items()
+            if name not in graph.weights}
         self._tell_of_cut_blocks(device)
         self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
         if form.dtype == "e4m3" and config.weight_dtype == "bfloat16":  # other bits than as it is stored
@@ -199,8 +211,8 @@ class RankModel:
 
     def state_spans(self, device: Device) -> int:
         """The number of spans that hold a sequence's recurrent state on every rank; 0 if no layer has one."""
-        return max(-(-self.state_bytes(device, rank)[0] // self.span_bytes(device, rank))
-                   for rank in range(self.world))
+        states = [(self.state_bytes(device, rank)[0], self.span_bytes(device, rank)) for rank in range(self.world)]
+        return max(-(-state // span) if state else 0 for state, span in states)
 
     @property
     def adapter_dtype(self) -> str:
@@ -284,7 +296,7 @@ class RankModel:
 
     def _warn_about_unused(self) -> None:
         """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
-        used = {part.tensor for weight in self.graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
+        used = {part.tensor for weight in self.whole.weights.values() for part in weight.parts} | {"lm_head.weight"}
         net = self.graph.config
         known = (*ARCHITECTURES[net.architecture].unused,
                  *(f"model.layers.{layer}.self_attn.{name}_" for layer in net.reading_layers for name in "kv"))

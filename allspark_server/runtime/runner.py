@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from allspark_client.config import AsModelConfig, check_available
@@ -15,7 +13,6 @@ from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import ModelInfo
 from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
-from allspark_server.models.sentence_modules import read_modules
 from allspark_server.models.text_outputs import text_outputs
 from allspark_server.runtime import binding, memory
 from allspark_server.runtime.binding import pages_by_node
@@ -23,11 +20,13 @@ from allspark_server.runtime.device import device_of, gpu_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
+from allspark_server.runtime.model_checks import config_of_texts, memory_errors, mib
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import GpuRooflineMeter, Profile, Profiler, RooflineMeter, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
+from allspark_server.runtime.roles import exchange_sizes, role_of
 from allspark_server.runtime.steps import DEPTH
 from allspark_server.runtime.tower import TowerRunner
 from allspark_server.weights.checkpoint import model_hash
@@ -37,28 +36,8 @@ logger = logging.getLogger(__name__)
 
 MISPLACED_SHARE = 0.05
 _PAGE = 4096
+_ANY_NUMBER = 2**31 - 1     # of spans, on ranks that have no cache
 PROGRESS_SECONDS = 5.0
-
-
-def mib(size: int) -> str:
-    """A number of bytes in MiB, as text."""
-    return f"{size / 2**20:,.1f} MiB"
-
-
-@contextmanager
-def memory_errors(purpose: str) -> Iterator[None]:
-    """A context that turns the native library's allocation failures into ALLSPARK_MEMORY_ERROR.
-
-    purpose: what needed the memory, for the text.
-    """
-    try:
-        yield
-    except MemoryError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR, f"{purpose}: {error or 'out of memory'}") from error
-    except RuntimeError as error:
-        if isinstance(error, AllSparkError) or "cannot allocate" not in str(error):
-            raise
-        raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR, f"{purpose}: {error}") from error
 
 
 class ModelRunner:
@@ -70,13 +49,20 @@ class ModelRunner:
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, shared_memory: Any = None,
                  cpus: list[int] | None = None):
         """shared_memory: of the ranks (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
-        self.config, self.rank, self.world, self.shared_memory = config, rank, world, shared_memory
+        #: what this rank computes; it has part `role.rank` of `role.world` parts
+        self.role = role_of(config, rank, world)
+        #: rows of a step by default: those of the whole group's device
+        self._step_tokens = step_tokens(config)
+        self._unit = config.compute_unit    # of the whole group
+        self.config, self.rank, self.world = self.role.config_of(config), rank, world
+        self.shared_memory = shared_memory
         self.cpus = list(cpus or [])
         #: called during load with (elements loaded, elements in all)
         self.progress: Progress | None = None
         self._state_spans = 0       # spans that hold a sequence's recurrent state
         self._device: Any = None    # a Device, and its native executors, once load() has started
         self._executor: Any = None
+        self._exchange: Any = None  # native, in a mixed group
         self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: RankModel | None = None
         self._drafts: list[RankModel] = []      # a draft model, or the layers of a draft head
@@ -103,33 +89,36 @@ class ModelRunner:
         """Opens and loads the model; returns the number of cache spans that fit. Raises AllSparkError on failure."""
         began = time.perf_counter()
         check_available(self.config.validate())
-        config = self.config
-        device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
+        config, role = self.config, self.role
+        device = self._device = device_of(config, role.rank, role.world, self._pinned(), self._host_threads,
                                           self.shared_memory)
         # A draft model shares its target's span tables, and may be behind it.
         whole = config.speculation in ("draft", "mtp", "eagle")
-        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, device,
-                                        whole, adapters=config.lora_max_num > 0)
-        if model.graph.whole_texts or not model.graph.generates:
-            config = self.config = model.config = self._config_of_texts(model)
+        model = self._model = RankModel(config, config.model_path, config.weights_path, role.rank, role.world, device,
+                                        whole, adapters=config.lora_max_num > 0 and not role.mixed, role=role)
+        if model.whole.whole_texts or not model.whole.generates:
+            config = self.config = model.config = config_of_texts(config, model)
         models = [model]
         if config.speculation == "draft":
-            part = device.draft_shard(self.rank, self.world)
+            part = device.draft_shard(role.rank, role.world)
             self._drafts = [RankModel(config, config.draft_model, "", *part, device, whole)]
             check_draft(self._drafts[0], model)
         else:
-            self._drafts = [RankModel(config, "", "", self.rank, self.world, device, of=model, layer=layer)
+            self._drafts = [RankModel(config, "", "", role.rank, role.world, device, of=model, layer=layer)
                             for layer in range(model.draft_layers)]
         models += self._drafts
         self._no_images_reason = model.opened.no_images_reason
-        if model.opened.tower is not None and (missing := device.missing(model.opened.tower.graph)):
+        if model.opened.tower is not None and role.mixed:
+            self._no_images_reason = f"compute_unit={self._unit!r} is a mixed group, which has no vision towers"
+        elif model.opened.tower is not None and (missing := device.missing(model.opened.tower.graph)):
             self._no_images_reason = (f"its vision tower has {missing}, which compute_unit={config.compute_unit!r} "
                                       "does not have")
-            logger.warning("model %s: images are refused: %s", config.model_name, self._no_images_reason)
         elif model.opened.tower is not None:
             self.tower = TowerRunner(config, model.opened.tower, self.rank, self.world, device,
                                      any("temporal" in op.attrs for op in model.graph.ops))
             self._check_images()
+        if model.opened.tower is not None and self.tower is None:
+            logger.warning("model %s: images are refused: %s", config.model_name, self._no_images_reason)
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
@@ -137,6 +126,9 @@ class ModelRunner:
         fixed = sum(shard.weight_bytes(device) for shard in models) + device.activation_bytes(model, *step)
         fixed += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
         fixed += config.engine_max_batch * sum(model.state_bytes(device))
+        if role.mixed:
+            sizes = exchange_sizes(model.whole, step[0])
+            fixed += native_library().ExpertExchange.bytes_needed(**sizes, holds_experts=role.experts)
         if self.tower is not None:
             fixed += self.tower.memory
             if device.host_memory and not self.rank:
@@ -144,12 +136,13 @@ class ModelRunner:
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self._state_spans = model.state_spans(device)
         self.host_spans = self._count_host_spans()
-        if device.host_memory and not config.host_cache_dir:
+        if device.host_memory and not config.host_cache_dir and not role.experts:
             fixed += config.host_cache_memory
         with planning():
-            spans = self._spans(device.available(self.world), fixed)
+            # Ranks of experts take no more than they need: they share the host's memory among themselves.
+            spans = self._spans(device.available(role.world if role.experts else self.world), fixed)
             self._reservation = device.reserve(config.model_name, fixed + spans * self._span_bytes)
-        self._executor = device.executor(self.rank, self.world, self.shared_memory)
+        self._executor = device.executor(role.rank, role.world, self.shared_memory)
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
@@ -159,6 +152,10 @@ class ModelRunner:
             self.digest += f" {self.tower.digest}"
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, *step)
+            if role.mixed:
+                by_gpu = self._unit.startswith("CUDA:")
+                self._exchange = native_library().ExpertExchange(self.shared_memory, **sizes, by_gpu=by_gpu)
+                self.address = self._exchange.address.hex()
         for draft in self._drafts:
             self._draft_executors.append(executor := device.draft_executor(self._executor, draft.world > 1))
             with memory_errors(f"loading the weights of {self._draft_name}"):
@@ -187,6 +184,10 @@ class ModelRunner:
         all ranks that have opened it have left it.
         """
         self._loaded()
+        if self._exchange is not None:
+            self._exchange.connect([bytes.fromhex(address) for address in addresses])
+            self._executor.set_exchange(self._exchange)
+            return
         executors = [self._executor, *(executor for draft, executor in zip(self._drafts, self._draft_executors)
                                        if draft.world > 1)]
         for i, executor in enumerate(executors):  # an address for each
@@ -204,6 +205,8 @@ class ModelRunner:
         config, model = self.config, self._loaded()
         if host_spans is None:
             host_spans = self.host_spans
+        if self.role.experts:   # it keeps no keys and values
+            num_spans, host_spans = 1, 0
         rows, outputs = self._rows_of_step(), self._outputs_of_step()
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
@@ -215,12 +218,13 @@ class ModelRunner:
             if self.tower is not None:
                 more |= self._device.for_images
             self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executors,
-                                  DEPTH * outputs, more)
+                                  0 if self.role.experts else DEPTH * outputs, more)
         if self.tower is not None:
             with memory_errors(f"allocating the memory of the vision tower of model {config.model_name!r}"):
                 self.tower.allocate()
         seen = [self.tower.hash_facts] if self.tower is not None else []
-        hash_of_model = model_hash(model.opened, model.opened_formats, digests or [self.digest], seen)
+        placement = f"experts on {self.world - 1} ranks" if self.role.mixed else ""
+        hash_of_model = model_hash(model.opened, model.opened_formats, digests or [self.digest], seen, placement)
         if host_spans:
             with memory_errors(f"allocating the host cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
@@ -254,6 +258,16 @@ class ModelRunner:
 
         Between steps, on all ranks together, after allocate_cache(). Returns how many of them have run, of how many.
         """
+        if self.role.experts:   # computes what the model's rank sends meanwhile
+            self._executor.step(b"", False)
+            return 0, 0
+        try:
+            return self._warm_up(count)
+        finally:
+            if self._exchange is not None:
+                self._exchange.end_step()
+
+    def _warm_up(self, count: int) -> tuple[int, int]:
         with memory_errors(f"warming up model {self.config.model_name!r}"):
             done, total = self._device.warm_up(self._executor, 0)
             if self.tower is None or done < total:
@@ -270,7 +284,8 @@ class ModelRunner:
         """
         config, model = self.config, self._loaded()
         if not model.targets:
-            raise not_available(f"load_lora of model {config.model_name!r} with lora_max_num=0")
+            why = "in a mixed group" if self.role.mixed else "with lora_max_num=0"
+            raise not_available(f"load_lora of model {config.model_name!r} {why}")
         began = time.perf_counter()
         adapter = model.open_adapter(directory)
         size = model.adapter_bytes(self._device, adapter)
@@ -408,38 +423,17 @@ class ModelRunner:
         assert self._model is not None
         return self._model
 
-    def _config_of_texts(self, model: RankModel) -> AsModelConfig:
-        """The config of a classifier, or of an encoder: its texts are as long as the network and the checkpoint allow.
-        AllSparkError for what they do not have.
-        """
-        config, name = copy.copy(self.config), model.graph.config.architecture
-        for field, without in (("speculation", "off"), ("host_cache_memory", 0)):
-            if getattr(config, field) != without:
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                    f"{field}={getattr(config, field)!r} of model {config.model_name!r}: {name} "
-                                    f"generates no tokens, so only {without!r} is possible")
-        if not model.graph.whole_texts:
-            return config
-        most = read_modules(model.opened.tokenizer_dir).max_length or config.engine_max_length
-        config.engine_max_length = min(config.engine_max_length, model.graph.config.max_position_embeddings, most)
-        if 0 < config.max_step_tokens < config.engine_max_length:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"max_step_tokens={config.max_step_tokens} of model {config.model_name!r} is less than "
-                                f"its longest text, {config.engine_max_length} tokens (engine_max_length): {name} "
-                                "computes a text in one step")
-        return config
-
     def _rows_of_step(self) -> int:
         """The most rows of a step; by default room for a prompt chunk and one token of every running request."""
         config = self.config
         if self._model is not None and self._model.graph.whole_texts:
-            return config.max_step_tokens or max(step_tokens(config), config.engine_max_length)
+            return config.max_step_tokens or max(self._step_tokens, config.engine_max_length)
         if config.max_step_tokens:
             return config.max_step_tokens
         least = self._least_rows()
         if config.engine_max_prefill_length:
             return max(config.engine_max_prefill_length + config.engine_max_batch, least)
-        return max(step_tokens(config), 2 * config.engine_max_batch, least)
+        return max(self._step_tokens, 2 * config.engine_max_batch, least)
 
     def _least_rows(self) -> int:
         """The least rows of a step: all of an image if they see each other, and one of every other request."""
@@ -498,7 +492,7 @@ class ModelRunner:
     @property
     def gpu(self) -> int | None:
         """The index of the GPU that computes; None if CPUs compute."""
-        return gpu_of(self.config, self.rank, self.world) if self.config.on_gpus else None
+        return gpu_of(self.config, self.role.rank, self.role.world) if self.config.on_gpus else None
 
     @property
     def threads(self) -> int:
@@ -512,12 +506,14 @@ class ModelRunner:
     def _count_host_spans(self) -> int:
         """The number of spans that fit into the host cache, whose file and spans have headers."""
         size = self.config.host_cache_memory
+        if size and self.role.experts:
+            return _ANY_NUMBER
         spans = (size - HEADER - _PAGE) // (-(-self._span_bytes // 64) * 64 + 32)
         if size and spans < 1:
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
                                 f"host_cache_memory={size} holds no span of {self.config.cache_span_size} tokens: one "
                                 f"takes {self._span_bytes} bytes on rank {self.rank}")
-        return min(spans, 2**31 - 1) if size else 0
+        return min(spans, _ANY_NUMBER) if size else 0
 
     def _spans(self, available: int, fixed: int) -> int:
         """The number of spans that fit. available: bytes this rank may use; fixed: bytes of weights and activations."""
@@ -532,6 +528,10 @@ class ModelRunner:
                 f"weights ({self._shard.weight_dtype}) and activations and {mib(cache_bytes)} for {purpose}, "
                 f"{mib(available)} are available")
 
+        if self.role.experts:
+            if fixed > available:
+                raise refuse(0, "no cache")
+            return _ANY_NUMBER
         if config.cache_memory:
             spans = config.cache_memory // span_bytes
             if spans < 1:

@@ -675,12 +675,13 @@ def _indexed(directory: Path) -> SafetensorsSource:
 
 
 def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests: Sequence[str],
-               tower: Sequence[str] = ()) -> str:
+               tower: Sequence[str] = (), placement: str = "") -> str:
     """A digest of everything that a model computes with: config, ops, all bytes of its tensors, and the formats of its
     matrices (by the weight's name).
 
     digests: Loader.digest() of every rank. tower: what the bits of images depend on besides the weights. Copies of a
-    checkpoint, or of its serialized form, have the same hash on the same number of ranks.
+    checkpoint, or of its serialized form, have the same hash on the same number of ranks. placement: which ranks compute
+    what, if not all compute the same.
     """
     graph = model.graph
     ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]
@@ -691,5 +692,5 @@ def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests:
     if model.tower is not None and tower:
         read = [*([read, model.tower.source.checksum()] if isinstance(read, str) else read), *tower]
     facts = (repr(graph.config), ops, constants, splits, read,
-             sorted((name, str(form)) for name, form in formats.items()))
+             sorted((name, str(form)) for name, form in formats.items()), *([placement] if placement else []))
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -14,6 +14,7 @@
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
 #include "bindings/model.h"
+#include "comm/expert_exchange.h"
 #include "cpu/blocks.h"
 #include "cpu/host_sampler.h"
 
@@ -365,6 +366,8 @@ void bind_executor(py::module_& m) {
   executor.def(
       "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(Sibling{}, e), WithoutGil{}); },
       "A new executor, for another model, that shares this one's threads.");
+  executor.def("set_exchange", &Executor::set_exchange, py::arg("exchange"),
+               "Sets the ExpertExchange of a mixed group, before allocate().");
   bind_model<Executor>(executor);
   bind_weights(executor);
   executor

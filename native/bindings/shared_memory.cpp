@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "comm/expert_exchange.h"
 #include "cpu/kernels/kernels.h"
 
 namespace py = pybind11;
@@ -179,6 +180,27 @@ void bind_shared_memory(py::module_& m) {
            })
       .def_property_readonly("rank", &SharedMemory::rank)
       .def_property_readonly("size", &SharedMemory::size);
+  py::class_<ExpertExchange, std::shared_ptr<ExpertExchange>>(
+      m, "ExpertExchange", "What the ranks of a mixed group exchange (native/comm/expert_exchange.h).")
+      .def(py::init([](std::shared_ptr<SharedMemory> ranks, int rows, int width, int top, int sum_width, bool by_gpu) {
+             return std::make_shared<ExpertExchange>(std::move(ranks), ExpertShape{rows, width, top, sum_width},
+                                                     by_gpu);
+           }),
+           py::arg("shared_memory"), py::arg("rows"), py::arg("width"), py::arg("top"), py::arg("sum_width"),
+           py::arg("by_gpu") = false,
+           "shared_memory: of all ranks, the first of which computes the model. rows, width, top, sum_width: of the\n"
+           "largest message. by_gpu: the model's rank sends from a GPU.")
+      .def_static(
+          "bytes_needed",
+          [](int rows, int width, int top, int sum_width, bool holds_experts) {
+            return ExpertExchange::bytes_needed({rows, width, top, sum_width}, holds_experts);
+          },
+          py::arg("rows"), py::arg("width"), py::arg("top"), py::arg("sum_width"), py::arg("holds_experts"),
+          "Bytes of shared memory that a rank allocates.")
+      .def_property_readonly("address", [](const ExpertExchange& e) { return py::bytes(e.address()); })
+      .def("connect", &ExpertExchange::connect, py::arg("addresses"), "Opens the memory of all ranks.")
+      .def("end_step", &ExpertExchange::end_step,
+           "Ends a step that runs without a plan: ranks of experts return from it.");
 }
 
 }  // namespace as

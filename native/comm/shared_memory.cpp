@@ -131,23 +131,39 @@ void SharedMemory::give_up(int peer, const char* what) {
   throw std::runtime_error(message);
 }
 
-void SharedMemory::wait(Signal& signal, uint32_t target, int peer, const char* what, int lane) {
-  if (reached(signal.value.load(std::memory_order_acquire), target)) return;
-  const Timed timed(waited_, &signal == &segments_[peer]->lanes[0].signal);
-  int spins = spin_ ? kSpins * 4 : 0;
-  for (; spins > 0; spins--) {
-    if (reached(signal.value.load(std::memory_order_acquire), target)) return;
-    if (all_heard(lane)) cpu_pause();
+template <class Ready, class Pause, class Sleep>
+void SharedMemory::wait_for(int peer, const char* what, Ready ready, Pause pause, Sleep sleep) {
+  for (int spins = spin_ ? kSpins * 4 : 0; spins > 0; spins--) {
+    if (ready()) return;
+    pause();
   }
   const auto start = Clock::now();
-  while (true) {
-    const uint32_t seen = signal.value.load(std::memory_order_acquire);
-    if (reached(seen, target)) return;
+  while (!ready()) {
     check_abort();
     check_silence(peer, what);
     if (seconds_since(start) > timeout_) give_up(peer, what);
-    signal.sleep(seen, all_heard(lane) ? kSlice : kHostSlice);
+    sleep();
   }
+}
+
+void SharedMemory::wait(Signal& signal, uint32_t target, int peer, const char* what, int lane) {
+  uint32_t seen = 0;
+  const auto ready = [&] { return reached(seen = signal.value.load(std::memory_order_acquire), target); };
+  if (ready()) return;
+  const Timed timed(waited_, &signal == &segments_[peer]->lanes[0].signal);
+  wait_for(
+      peer, what, ready,
+      [&] {
+        if (all_heard(lane)) cpu_pause();
+      },
+      [&] { signal.sleep(seen, all_heard(lane) ? kSlice : kHostSlice); });
+}
+
+void SharedMemory::wait_until(int peer, const char* what, int64_t slice, const std::function<bool()>& ready,
+                              const std::function<void(int64_t)>& sleep) {
+  if (ready()) return;
+  const Timed exchanged(exchanged_, true), waited(waited_, true);
+  wait_for(peer, what, ready, cpu_pause, [&] { sleep(std::min(slice, kSlice)); });
 }
 
 void SharedMemory::await_all(int lane, uint32_t sequence, const char* what) {

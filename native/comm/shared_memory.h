@@ -18,6 +18,7 @@
 // That reads n (R - 1) values twice instead of n R (R - 1) values once. The bits are the same.
 #pragma once
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -82,6 +83,12 @@ class SharedMemory : public Communicator, private LinkEnd {
   void abort(const std::string& message) override;
   bool aborted(std::string& message) const override;
 
+  // Waits until ready(), as collectives do: spins, if it may, then sleeps by sleep(nanoseconds), which returns early if
+  // something changes; at most `slice` ns at a time. Called by one thread of the rank. Throws after an abort or the
+  // time limit, or if rank `peer` is silent, with `what` in the message.
+  void wait_until(int peer, const char* what, int64_t slice, const std::function<bool()>& ready,
+                  const std::function<void(int64_t)>& sleep);
+
   // Seconds that thread 0 has spent in a step's exchanges, and the part of them spent waiting. Any thread may call
   // these.
   double exchange_seconds() const { return 1e-9 * exchanged_.load(std::memory_order_relaxed); }
@@ -139,6 +146,9 @@ class SharedMemory : public Communicator, private LinkEnd {
   // Waits until the signal reaches the target. Throws after an abort or the time limit, with `what` in the message.
   // lane: also makes progress with other hosts on this lane; -1: none.
   void wait(Signal& signal, uint32_t target, int peer, const char* what, int lane = -1);
+  // The same for any condition. pause() passes the time while it spins, sleep() afterwards.
+  template <class Ready, class Pause, class Sleep>
+  void wait_for(int peer, const char* what, Ready ready, Pause pause, Sleep sleep);
   [[noreturn]] void give_up(int peer, const char* what);
   // Returns whether all transfers from other hosts on the lane are complete.
   bool all_heard(int lane) { return !hosts_ || lane < 0 || hosts_->progress(lane); }

@@ -10,11 +10,14 @@
 
 namespace as {
 
+class ExpertExchange;
+
 struct Core {
   int rank, world;
   Communicator* peers;  // null: a single rank
   Pool& pool;
   const Kernels& k;
+  ExpertExchange* exchange = nullptr;  // of a mixed group
 };
 
 // A tensor has one row for each row of a step, for each of its outputs, or for each entry that a router makes of these.

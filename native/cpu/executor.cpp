@@ -4,6 +4,7 @@
 #include <climits>
 #include <stdexcept>
 
+#include "comm/expert_exchange.h"
 #include "cpu/ops/gemm.h"
 
 namespace as {
@@ -53,6 +54,9 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
     models.push_back(draft.get());
   }
   check_drafts(models, limits.max_rows, limits.max_slots);
+  if (exchange_) exchange_->check_connected();
+  if (exchange_ && (queued || !drafts.empty() || adapters.count))
+    throw std::invalid_argument("a mixed group has no queued steps, no drafts by a model and no adapters");
   drafts_ = std::move(drafts);
   allocate_masks(masks, rank_ == 0);
   check_adapters(adapters.count, adapters.max_rank, INT_MAX);
@@ -125,8 +129,25 @@ std::pair<std::vector<SpanCopy>, int> Executor::verify_host_cache() {
 
 StepOutput Executor::step(std::string_view plan, bool want_logits) {
   if (!runner_) throw std::invalid_argument("allocate() before step()");
+  if (exchange_ && exchange_->holds_experts()) return compute_experts();
+  struct End {  // also if the plan is rejected, which ranks of experts do not know
+    ExpertExchange* exchange;
+    ~End() {
+      if (exchange) exchange->end_step();
+    }
+  } const end{exchange_.get()};
   if (queued_) return queued_->step(plan, want_logits);
   return decoder_->step(plan, want_logits);
+}
+
+StepOutput Executor::compute_experts() {
+  exchange_->begin_step();
+  while (exchange_->await_message()) {
+    dispatched_.rows.resize(exchange_->message_rows());
+    if (dispatched_.rows.empty()) exchange_->take(), exchange_->send_sums();  // of an idle step of a GPU
+    else runner_->run(dispatched_, false);
+  }
+  return {};
 }
 
 void Executor::set_profiling(bool on) {

@@ -35,6 +35,9 @@ class Executor : public Model {
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
 
+  // Before allocate(): with the other ranks of a mixed group. A program with return_sums is that of a rank of experts,
+  // whose steps compute what it is sent.
+  void set_exchange(std::shared_ptr<ExpertExchange> exchange) { exchange_ = std::move(exchange); }
   // Compiles the program; program and weights must not change afterwards. drafts: a draft model, or the layers of a
   // draft head, which share this one's threads and were allocated with the same spans. masks: how many plans may refer
   // to. adapters: limits, if the program has lora ops. queued: begin() queues steps, as on asynchronous devices, for
@@ -72,12 +75,17 @@ class Executor : public Model {
  private:
   std::vector<const SpanCache*> caches() const;
   void make_decoder();
-  Core core() { return {rank_, world_, world_ > 1 ? shared_memory_.get() : nullptr, *pool_, kernels()}; }
+  Core core() {
+    return {rank_, world_, world_ > 1 ? shared_memory_.get() : nullptr, *pool_, kernels(), exchange_.get()};
+  }
+  StepOutput compute_experts();
 
   int rank_, world_;
   std::shared_ptr<SharedMemory> shared_memory_;
   std::shared_ptr<Pool> pool_;
   Weights weights_;
+  std::shared_ptr<ExpertExchange> exchange_;
+  Batch dispatched_;  // of a rank of experts
   std::vector<std::shared_ptr<Executor>> drafts_;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CpuRunner> runner_;

@@ -42,8 +42,10 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     : core_(core), program_(program), weights_(weights), limits_(limits) {
   if (limits.max_rows < 1 || limits.max_outputs < 1 || limits.max_slots < 1 || limits.max_length < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
-  if (program.ops().empty() || !(program.ops().back().is(Op::sample) || program.ops().back().is(Op::hidden_states)))
-    throw std::invalid_argument("the op list must end with sample or hidden_states");
+  constexpr Op kLast[] = {Op::sample, Op::hidden_states, Op::return_sums};
+  if (program.ops().empty() ||
+      std::none_of(std::begin(kLast), std::end(kLast), [&](Op op) { return program.ops().back().is(op); }))
+    throw std::invalid_argument("the op list must end with sample, hidden_states or return_sums");
   check_experts();
   allocate_cache(cache);
   const auto gates = [&](const OpNode& linear) {
@@ -86,8 +88,8 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
   form.begin = steps_.size();
   for (size_t i = 0; i < form.ops.size(); i++) {
     const FusedOp& fused = form.ops[i];
-    Binding binding{core_,     {},      limits_, cache_,   scratch_, rotary_,     attention_,
-                    routings_, output_, masks,   adapters, &states_, &slot_pages_};
+    Binding binding{core_,     {},      limits_, cache_,   scratch_, rotary_,      attention_,
+                    routings_, output_, masks,   adapters, &states_, &slot_pages_, core_.exchange};
     for (size_t p = 0; p < fused.parts.size(); p++) {
       const OpNode& op = program_.ops()[fused.parts[p]];
       Part part{op, weights_, {}, {}};

@@ -387,6 +387,21 @@ void check_combine_experts(const Program& p, const OpNode& op) {
   if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
 }
 
+void check_dispatch_rows(const Program& p, const OpNode& op) {
+  check_all_rows(p, op);
+  const int set = p.in(op, 1).rows;
+  width_is(op, p.in(op, 1), 1, "second input");
+  if (set <= kOutputRows || p.row_sets()[set].of != kAllRows)
+    throw wrong(op, "its second input must have a row set formed of all rows");
+}
+
+void check_dispatched_choices(const Program& p, const OpNode& op) {
+  check_all_rows(p, op);
+  width_is(op, p.out(op), 1, "output");
+  if (op.integer("experts") < p.row_sets()[p.out(op).rows].times)
+    throw wrong(op, "it has fewer experts than a row chooses");
+}
+
 void check_sigmoid_mul(const Program& p, const OpNode& op) {
   width_is(op, p.in(op, 1), 1, "second input");
   if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");

@@ -61,6 +61,14 @@ def test_specs_are_complete_and_readable():
         ("add", ["x", "logits64"], [], [], {}, "its inputs differ in rows"),
         ("concat", ["x", "y"], ["x"], [], {}, "output is 64 wide, expected 96"),
         ("keep_hidden", ["logits64"], [], [], {}, "its input must have all rows"),
+        ("dispatch_rows", ["logits64", "y"], [], [], {}, "its input must have all rows"),
+        ("dispatch_rows", ["x", "y"], [], [], {}, "second input is 32 wide, expected 1"),
+        ("dispatch_rows", ["x", "one"], [], [], {}, "must have a row set formed of all rows"),
+        ("returned_sums", [], ["logits"], [], {}, "its output must have a row for each token"),
+        ("dispatched_rows", [], ["logits"], [], {}, "its output must have a row for each token"),
+        ("dispatched_choices", ["x"], ["one"], [], {"experts": 4}, "row set formed of its input's rows"),
+        ("dispatched_choices", ["x"], ["routed"], [], {"experts": 2}, "it has fewer experts than a row chooses"),
+        ("return_sums", ["logits64"], [], [], {}, "its input must have all rows"),
         ("causal_conv", ["x"], ["x"], ["v64"], {"taps": 2}, "vector of 64 values, expected 128"),
         ("causal_conv", ["x"], ["y"], ["v64"], {"taps": 1}, "output is 32 wide, expected 64"),
         ("causal_conv", ["x"], ["x"], ["v64"], {"taps": 65}, "taps is 65: expected an integer of 1 to 64"),
@@ -97,6 +105,7 @@ def test_specs_are_complete_and_readable():
 def test_ops_that_cannot_be(program, op, inputs, outputs, weights, attributes, problem):
     tensors = {"x": program.add_tensor(64), "y": program.add_tensor(32), "two": program.add_tensor(2)}
     tensors |= {"logits": program.add_tensor(32, 1), "logits64": program.add_tensor(64, 1)}
+    tensors |= {"one": program.add_tensor(1), "routed": program.add_tensor(1, program.add_row_set(0, 3))}
     ids = {"m": program.add_matrix(32, 64, "float32"), "v64": program.add_vector(64), "v16": program.add_vector(16)}
     with pytest.raises(ValueError, match=problem):
         program.add_op(op, [tensors.get(t, t) for t in inputs], [tensors.get(t, t) for t in outputs],

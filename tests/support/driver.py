@@ -37,6 +37,12 @@ def spans_of_groups(info, spans: list[int]) -> list[list[int]]:
     return [[span + group * part for span in spans] for group in range(1, len(info.cache_windows))]
 
 
+def logits_of(results) -> np.ndarray:
+    """The logits of the whole vocabulary, [outputs, vocab]. Ranks of experts in a mixed group have none."""
+    parts = [result.logits for result in results]
+    return np.concatenate([part for part in parts if part.size] or parts[:1], axis=1)
+
+
 class Driver:
     """Computes one sequence at a time on `world` ranks. Keyword arguments are fields of AsModelConfig."""
 
@@ -59,7 +65,7 @@ class Driver:
         """Computes a plan in which at most one row samples; returns (token or None, logits [vocab] or None)."""
         data = plan.encode()
         results = self._each(lambda runner: runner.step(data, True))
-        logits = np.concatenate([result.logits for result in results], axis=1)
+        logits = logits_of(results)
         return (int(results[0].tokens[0]), logits[0]) if len(logits) else (None, None)
 
     def generate(self, prompt: list[int], n: int, chunk: int | None = None) -> tuple[list[int], list[np.ndarray]]:
@@ -132,7 +138,7 @@ def together(driver, prompts, chunk):
                 sampling_slots += [slot] if last and ahead == 3 else []
             results = driver._each(lambda runner: runner.step(StepPlan(new=new, work=work).encode(), True))
             new = []
-            logits = np.concatenate([result.logits for result in results], 1)
+            logits = logits_of(results)
             for slot, row in zip(sampling_slots, logits):
                 found[slot].append(row)
     done = StepPlan(free=list(range(len(prompts))), groups=len(driver.info.cache_windows)).encode()

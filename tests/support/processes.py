@@ -6,8 +6,13 @@ import psutil
 
 def ranks_of(pid: int) -> list[psutil.Process]:
     """The server processes of the group whose supervisor has this process id."""
-    return [
-        process
-        for process in psutil.Process(pid).children(recursive=True)
-        if process.cmdline()[1:3] == ["-m", "allspark_server"]
-    ]
+    return [process for process in psutil.Process(pid).children(recursive=True)
+            if _command(process)[1:3] == ["-m", "allspark_server"]]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """A process' command line; empty if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -6,7 +6,7 @@ import json
 import os
 
 from ..machine import drawing, gpus
-from ..machine.placement import place, place_on_gpus
+from ..machine.placement import place, place_mixed, place_on_gpus
 from ..machine.topology import Topology, format_list, read_topology
 from ..options import NUMA_NUM, PLACEMENT, add_flags
 from . import AddCommand
@@ -23,7 +23,10 @@ def add_command(command: AddCommand) -> None:
 def topology(options: argparse.Namespace) -> int:
     """Runs the command."""
     machine = read_topology()
-    if options.gpus and options.numa_nodes is None:
+    if options.experts_on:
+        placement = place_mixed(machine, options.ranks, options.numa_nodes, options.gpus[0] if options.gpus else None,
+                                options.cpus_per_rank, options.use_siblings, options.memory_nodes)
+    elif options.gpus and options.numa_nodes is None:
         placement = place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings)
     else:
         placement = place(machine, options.ranks or int(os.environ.get(NUMA_NUM) or 0), options.numa_nodes,

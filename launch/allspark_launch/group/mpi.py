@@ -234,7 +234,10 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
     if use_numactl is None:
         use_numactl = bind_memory and not several_hosts and shutil.which("numactl") is not None
     words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed, several_hosts)]
-    users = collections.Counter((rank.host, node) for rank in placement.ranks for node in rank.memory_nodes)
+    # A rank with a GPU, beside ranks of experts, takes little of a node's memory.
+    mixed = any(rank.gpu is None for rank in placement.ranks)
+    users = collections.Counter((rank.host, node) for rank in placement.ranks for node in rank.memory_nodes
+                                if not (mixed and rank.gpu is not None))
     for rank in placement.ranks:
         if rank.rank:
             words.append(":")
@@ -253,7 +256,7 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
                 words += ["--bind-memory", format_list(rank.memory_nodes)]
         if bind_memory and rank.memory_nodes and any(count > 1 for count in users.values()):
             words += ["--ranks-on-nodes",
-                      ",".join(f"{node}:{users[rank.host, node]}" for node in rank.memory_nodes)]
+                      ",".join(f"{node}:{max(users[rank.host, node], 1)}" for node in rank.memory_nodes)]
         if placement.oversubscribed:
             words.append("--no-spin")
         if not rank.pinned:

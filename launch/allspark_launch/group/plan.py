@@ -15,7 +15,7 @@ from allspark_server.runtime.binding import GROUP_GPUS, memory_policy_allowed
 from allspark_server.runtime.reservations import CpuReservation, planning
 
 from ..machine.gpus import ORDER
-from ..machine.placement import Placement, place, place_beside, place_on_gpus, share_cpus
+from ..machine.placement import Placement, place, place_beside, place_mixed, place_on_gpus, share_cpus
 from ..machine.topology import Topology, format_list, read_topology
 from ..options import NUMA_NUM, NUMA_OFFSET, GroupOptions
 from .agents import Agent, Agents
@@ -114,8 +114,9 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     placement = _place_group(options, bind_memory, agents, reserved)
     mpi = mpi or find_mpi()
     models = options.models
-    if options.gpus:
-        models = [_on_gpus(model, options.gpus) for model in models]
+    if options.gpus or options.experts_on:
+        unit = _compute_unit(options, placement)
+        models = [_on_unit(model, unit) for model in models]
     served = replace(options, address=options.addresses(), models=models)
     words = (["--inner-address", inner] if inner else []) + rank_words(served, FIRST_RANK)
     several_hosts = len({rank.host for rank in placement.ranks}) > 1
@@ -136,7 +137,11 @@ def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None
             raise ValueError(f"{name}: this system does not let processes choose their memory policy; a container "
                              "needs SYS_NICE for it (docker run --cap-add SYS_NICE)")
     ranks = options.ranks
-    if options.gpus:
+    if options.experts_on and options.hosts:
+        raise ValueError("experts_on: a mixed group on several hosts is not available yet")
+    if options.experts_on and options.gpus and len(options.gpus) > 1:
+        raise ValueError(f"experts_on and gpus={options.gpus}: a mixed group has one GPU")
+    if options.gpus and not options.experts_on:
         if ranks not in (0, len(options.gpus)):
             raise ValueError(f"ranks={ranks} and gpus={options.gpus}: there is one rank for each GPU")
         ranks = len(options.gpus)
@@ -153,6 +158,9 @@ def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None
     def place_on(machine: Topology) -> Placement:
         if agents is not None:
             return _place_on_hosts(replace(options, numa_nodes=numa_nodes), machine, ranks, bind_memory, agents, others)
+        if options.experts_on:
+            return place_mixed(machine, ranks, numa_nodes, options.gpus[0] if options.gpus else None,
+                               options.cpus_per_rank, options.use_siblings, options.memory_nodes)
         if options.gpus and numa_nodes is None:
             from allspark_server.runtime.device import SHARED_GPUS
             return place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings,
@@ -179,13 +187,22 @@ def _place_beside_others(options: GroupOptions, topology: Topology, reserved: Cp
     with planning() if not options.hosts else contextlib.nullcontext():
         others = reserved.others()
         placement = place_beside(topology, others, place_on)
-        if not options.gpus:        # ranks that compute on a GPU leave their CPUs alone most of the time
-            reserved.take({cpu for rank in placement.ranks if not rank.host
+        if not options.gpus or options.experts_on:
+            # Ranks that compute on a GPU leave their CPUs alone most of the time.
+            reserved.take({cpu for rank in placement.ranks if not rank.host and rank.gpu is None
                            for cpu in (rank.cpus if options.cpus_per_rank else rank.bound_cpus)} - others.keys())
     return placement
 
 
-def _on_gpus(model: dict | str, gpus: list[int]) -> dict:
-    """A model's configuration with these GPUs as the compute unit, unless it names another."""
+def _compute_unit(options: GroupOptions, placement: Placement) -> str:
+    """The compute unit of a group's models."""
+    first = f"CUDA:{','.join(map(str, options.gpus))}" if options.gpus else f"CPU:{placement.ranks[0].node}"
+    if not options.experts_on:
+        return first
+    return f"{first}+CPU:{','.join(str(rank.node) for rank in placement.ranks[1:])}"
+
+
+def _on_unit(model: dict | str, unit: str) -> dict:
+    """A model's configuration with this compute unit, unless it names another."""
     fields = {"model_name": Path(model).stem, "model_path": model} if isinstance(model, str) else model
-    return {"compute_unit": f"CUDA:{','.join(map(str, gpus))}", **fields}
+    return {"compute_unit": unit, **fields}

@@ -10,6 +10,8 @@ from .topology import Core, Node, Topology, format_list
 # From this many cores on, rank 0 leaves one to the service's Python threads. They would preempt a compute thread, and
 # every step waits for its slowest thread.
 SERVICE_CORE_FROM = 16
+# Cores of the rank that has the GPU of a mixed group: one waits for the GPU, the other runs the service.
+GPU_RANK_CORES = 2
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,45 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
         part, count = nodes[:rank].count(node), nodes.count(node)
         one = _place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings)
         result.ranks.append(replace(one, gpu=gpu))
+    _obey_limits(result, topology, cpus_per_rank)
+    return result
+
+
+def place_mixed(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, gpu: int | None = None,
+                cpus_per_rank: int = 0, use_siblings: bool = False,
+                memory_nodes: list[int] | None = None) -> Placement:
+    """Places a mixed group: rank 0, which computes the model, and ranks of routed experts on `nodes`.
+
+    ranks: all of them; 0 is rank 0 and one per node. gpu: rank 0 computes on it, with few cores of its node; None: it
+    computes on an equal part of the first node's cores. It leaves the other cores of its node to the ranks of experts
+    there. Raises ValueError as place() and place_on_gpus() do.
+    """
+    if ranks == 1:
+        raise ValueError("ranks is 1; a mixed group has a rank of the model, and at least one of experts")
+    chosen = [topology.node(n) for n in (topology.default_nodes if nodes is None else nodes)]
+    experts = ranks - 1 if ranks else len(chosen)
+    if gpu is None:
+        if not chosen or not chosen[0].cores:
+            return place(topology, experts, nodes)      # says why not
+        home = chosen[0]
+        counts = _ranks_per_node(chosen[:experts], experts)
+        part = len(home.cores) // (1 + counts[0])
+    else:
+        home = topology.node(place_on_gpus(topology, [gpu]).ranks[0].node)
+        part = GPU_RANK_CORES if len(home.cores) >= 4 * GPU_RANK_CORES else 1
+    own, rest = home.cores[:part], home.cores[part:]
+    if not part or (not rest and home in chosen):       # ranks share cores
+        own = rest = home.cores[:max(part, 1)]
+    others = replace(topology, nodes=[replace(n, cores=rest) if n.id == home.id and home in chosen else n
+                                      for n in topology.nodes])
+    result = place(others, experts, nodes, cpus_per_rank, use_siblings, memory_nodes, first=1)
+    if own is rest:
+        result.oversubscribed = True
+        result.warnings.append(f"the ranks on NUMA node {home.id} share its {len(home.cores)} usable core(s); waiting "
+                               "threads will sleep at once instead of spinning")
+    first = _place_rank(topology, result, replace(home, cores=own), 0, 0, 1, 0 if gpu is not None else cpus_per_rank,
+                        use_siblings)
+    result.ranks.insert(0, replace(first, gpu=gpu))
     _obey_limits(result, topology, cpus_per_rank)
     return result
 

@@ -67,6 +67,7 @@ struct Binding {
   const Adapters* adapters = nullptr;                      // null: rows have none
   float* const* states = nullptr;                          // hidden states by place (batch/draft_head.h)
   SlotPagesOf* slot_pages_of = nullptr;                    // those that forms of the program have bound
+  ExpertExchange* exchange = nullptr;                      // with ranks of experts, or with the model's; null: none
   bool feeds_sum = false;  // for add: the next op that reads its sum is a sum over ranks that adds to it
 
   // A page for each slot, which the op has in every form of the program.

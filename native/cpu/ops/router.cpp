@@ -41,9 +41,7 @@ class Router : public BoundOp {
         groups_(b.parts[0].op.integer("groups")),
         top_groups_(b.parts[0].op.integer("top_groups")),
         by_largest_(!std::strcmp(b.parts[0].op.choice("group_scores"), "largest")) {
-    routing_.first.reserve(in_.width + 1);
-    routing_.experts = in_.width;
-    routing_.begin = 0, routing_.end = in_.width, routing_.divided = false;
+    routing_.begin_router(in_.width);
     for (int i = 0; i < core_.pool.size(); i++) scratch_.emplace_back(in_.width, groups_);
   }
 

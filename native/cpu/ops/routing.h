@@ -27,6 +27,12 @@ struct Routing {
         chosen((size_t)rows * times),
         shares((size_t)rows * times) {}
 
+  // When the router is bound: all of so many experts are on this rank, until an op says otherwise.
+  void begin_router(int count) {
+    first.reserve(count + 1);
+    experts = count, begin = 0, end = count, divided = false;
+  }
+
   // Sorts the choices of the first `rows` rows into entries.
   void group(int rows, int experts);
 

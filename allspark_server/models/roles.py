@@ -1,0 +1,102 @@
+"""The parts of a graph in a mixed group: the model without its routed experts, and the experts alone.
+
+The model's part sends each layer's rows with their choices of experts (dispatch_rows) and adds the sums that the ranks
+of experts return (returned_sums), as late as the first op that needs them: a shared expert is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+from allspark_server.models.cache_groups import CacheGroup
+from allspark_server.models.graph import ALL_ROWS, Graph, Op
+
+
+def model_part(graph: Graph) -> Graph:
+    """What the model's rank computes. ValueError if the graph has no routed experts, or routes other rows than all."""
+    ops: list[Op] = []
+    awaited = ""    # the buffer of sums that were not received yet
+    layers = iter(list(_layers(graph)))
+    layer = next(layers)
+    for number, op in enumerate(graph.ops):
+        if awaited and (awaited in op.inputs or awaited in op.outputs):
+            ops.append(Op("returned_sums", (), (awaited,)))
+            awaited = ""
+        if number in layer.numbers:
+            if number == layer.numbers[0]:
+                ops.append(Op("dispatch_rows", (layer.source, layer.routed)))
+            if op.type == "combine_experts":
+                awaited = layer.sums
+                layer = next(layers, layer)
+        else:
+            ops.append(op)
+    return _part(graph, ops)
+
+
+def experts_part(graph: Graph) -> Graph:
+    """What the ranks of experts compute. ValueError as model_part()."""
+    ops: list[Op] = []
+    for layer in _layers(graph):
+        ops += [Op("dispatched_rows", (), (layer.source,)),
+                Op("dispatched_choices", (layer.source,), (layer.routed,), attrs={"experts": layer.experts}),
+                *(graph.ops[number] for number in layer.numbers), Op("return_sums", (layer.sums,))]
+    part = _part(graph, ops)
+    part.cache_groups = [CacheGroup()]
+    return part
+
+
+def message_sizes(graph: Graph) -> tuple[int, int, int]:
+    """Of the largest message between the model's rank and those of experts: the width of a row, the number of its
+    experts, and the width of its sum.
+    """
+    def width(name: str) -> int:
+        return sum(block.width for block in graph.tensors[name].blocks)
+
+    layers = list(_layers(graph))
+    return (max(width(layer.source) for layer in layers),
+            max(graph.row_sets[graph.tensors[layer.routed].rows].times for layer in layers),
+            max(width(layer.sums) for layer in layers))
+
+
+class _Layer:
+    """A layer's routed experts: the buffers of their rows, of the weights of the router's entries and of the sums, the
+    number of experts, and the numbers of their ops in the graph.
+    """
+
+    def __init__(self, graph: Graph, router: Op, numbers: list[int]):
+        linear, combine = graph.ops[numbers[0]], graph.ops[numbers[-1]]
+        (self.source,), (self.routed,), (self.sums,) = linear.inputs, router.outputs, combine.outputs
+        self.numbers = numbers
+        self.experts = sum(block.width for block in graph.tensors[router.inputs[0]].blocks)
+        if any(graph.tensors[name].rows != ALL_ROWS for name in (self.source, self.sums)):
+            raise ValueError(f"{graph.config.architecture} routes other rows than all of a step")
+
+
+def _layers(graph: Graph) -> Iterator[_Layer]:
+    """The layers with routed experts."""
+    router: Op | None = None
+    numbers: list[int] = []
+    found = False
+    for number, op in enumerate(graph.ops):
+        if op.type == "router":
+            router = op
+        elif op.type == "combine_experts" or any(graph.tensors[name].rows in graph.row_sets for name in op.outputs):
+            numbers.append(number)
+            if op.type == "combine_experts":
+                assert router is not None
+                yield _Layer(graph, router, numbers)
+                found, numbers = True, []
+    if not found:
+        raise ValueError(f"{graph.config.architecture} has no routed experts")
+
+
+def _part(graph: Graph, ops: list[Op]) -> Graph:
+    """A copy of the graph with these ops, and only the buffers and weights that they name."""
+    part = copy.copy(graph)
+    part.ops = ops
+    buffers = {name for op in ops for name in (*op.inputs, *op.outputs)}
+    weights = {name for op in ops for name in op.weights}
+    part.tensors = {name: tensor for name, tensor in graph.tensors.items() if name in buffers}
+    part.weights = {name: weight for name, weight in graph.weights.items() if name in weights}
+    return part

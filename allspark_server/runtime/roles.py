@@ -1,0 +1,72 @@
+"""The ranks of a mixed group: the first computes the model, the others hold a slice of every routed expert.
+
+compute_unit="CUDA:0+CPU:0,1" names them: the device of the model's rank, then one NUMA node for each rank of experts.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_server.models.graph import Graph
+from allspark_server.models.roles import experts_part, message_sizes, model_part
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a rank computes of a model: all, if the group is not mixed.
+
+    rank, world: among the ranks that compute the same part, whose weights are divided among them.
+    """
+
+    rank: int
+    world: int
+    mixed: bool = False
+    experts: bool = False
+
+    def config_of(self, config: AsModelConfig) -> AsModelConfig:
+        """The config of the rank's own part of a group: compute_unit names its device alone."""
+        if not self.mixed:
+            return config
+        own = copy.copy(config)
+        own.compute_unit = "CPU:0" if self.experts else config.compute_unit.partition("+")[0]
+        return own
+
+    def part_of(self, graph: Graph) -> Graph:
+        """The rank's part of a graph. AllSparkError if the model has none."""
+        if not self.mixed:
+            return graph
+        try:
+            return experts_part(graph) if self.experts else model_part(graph)
+        except ValueError as error:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a mixed group: {error}") from error
+
+
+def role_of(config: AsModelConfig, rank: int, world: int) -> Role:
+    """The role of a rank of a group of `world` ranks. AllSparkError if the config cannot be met."""
+    nodes = config.expert_nodes
+    if not nodes:
+        return Role(rank, world)
+    unit = f"compute_unit={config.compute_unit!r}"
+    if len(config.device_ids) > 1:
+        raise not_available(f"{unit}, several ranks of the model in a mixed group,")
+    if config.on_gpus:
+        raise not_available(f"{unit}, a GPU in a mixed group,")
+    if world != 1 + len(nodes):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"{unit} needs {1 + len(nodes)} ranks, one of the model and {len(nodes)} of experts, but "
+                            f"this group has {world}: start a group for it with allspark serve --experts-on cpu")
+    if config.speculation in ("draft", "mtp", "eagle"):
+        raise not_available(f"speculation={config.speculation!r} in a mixed group")
+    if config.lora_names:
+        raise not_available("lora_names in a mixed group")
+    return Role(0, 1, mixed=True) if rank == 0 else Role(rank - 1, len(nodes), mixed=True, experts=True)
+
+
+def exchange_sizes(graph: Graph, rows: int) -> dict[str, Any]:
+    """The native ExpertExchange's arguments for a whole model's graph and steps of up to `rows` rows."""
+    width, top, sum_width = message_sizes(graph)
+    return {"rows": rows, "width": width, "top": top, "sum_width": sum_width}

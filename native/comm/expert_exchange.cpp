@@ -1,0 +1,109 @@
+#include "comm/expert_exchange.h"
+
+#include <cstring>
+#include <stdexcept>
+
+namespace as {
+namespace {
+
+constexpr char kMagic[8] = "as-expt";
+constexpr const char* kPurpose = "what ranks of experts exchange";
+constexpr int64_t kWoken = 50'000'000;  // ns: the longest sleep of a waiter that is woken
+constexpr int64_t kNotWoken = 50'000;   // ns: the same where a GPU sends
+
+}  // namespace
+
+// How other ranks open a rank's memory.
+struct ExpertExchange::Address {
+  char magic[8];
+  int32_t rank, size;
+  ExpertShape shape;
+  SharedBlock::Name block;
+};
+
+size_t ExpertExchange::bytes_needed(const ExpertShape& shape, bool holds_experts) {
+  const size_t row = sizeof(float) * (holds_experts ? shape.sum_width : (size_t)shape.width + 2 * shape.top);
+  return kHeader + (shape.rows * row + kHeader - 1) / kHeader * kHeader;
+}
+
+ExpertExchange::ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu)
+    : ranks_(std::move(ranks)), shape_(shape), by_gpu_(by_gpu) {
+  if (!ranks_ || ranks_->size() < 2)
+    throw std::invalid_argument("a mixed group has a rank of the model and at least one of experts");
+  if (shape.rows < 1 || shape.width < 1 || shape.top < 1 || shape.sum_width < 1)
+    throw std::invalid_argument("an exchange with ranks of experts: sizes must be positive");
+  blocks_.resize(ranks_->size());
+  blocks_[ranks_->rank()] = SharedBlock(bytes_needed(shape_, holds_experts()), kPurpose);
+}
+
+std::string ExpertExchange::address() const {
+  Address own{};
+  std::memcpy(own.magic, kMagic, sizeof kMagic);
+  own.rank = ranks_->rank(), own.size = ranks_->size(), own.shape = shape_;
+  own.block = blocks_[ranks_->rank()].name();
+  return std::string(reinterpret_cast<const char*>(&own), sizeof own);
+}
+
+void ExpertExchange::connect(const std::vector<std::string>& addresses) {
+  if (connected_ || (int)addresses.size() != ranks_->size())
+    throw std::invalid_argument("ranks connect once, with an address of each");
+  for (int r = 0; r < ranks_->size(); r++) {
+    Address other;
+    if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is incomplete");
+    std::memcpy(&other, addresses[r].data(), sizeof other);
+    if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.size != ranks_->size() ||
+        std::memcmp(&other.shape, &shape_, sizeof shape_))
+      throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
+    if (r != ranks_->rank()) blocks_[r] = SharedBlock(other.block, bytes_needed(shape_, r > 0), kPurpose);
+  }
+  connected_ = true;
+}
+
+void ExpertExchange::check_connected() const {
+  if (!connected_) throw std::invalid_argument("connect() of ranks of experts comes before allocate()");
+}
+
+void ExpertExchange::send(int rows) {
+  Dispatch& d = dispatch();
+  d.rows = rows;
+  d.sent.store(++sent_, std::memory_order_seq_cst);
+  d.changed.publish(d.changed.value.load(std::memory_order_relaxed) + 1);
+}
+
+void ExpertExchange::await_sums() {
+  for (int r = 1; r < ranks_->size(); r++) {
+    Signal& signal = returned(r).sent;
+    uint32_t seen = 0;
+    ranks_->wait_until(
+        r, "routed experts", kWoken,
+        [&] { return reached(seen = signal.value.load(std::memory_order_acquire), sent_); },
+        [&](int64_t ns) { signal.sleep(seen, ns); });
+  }
+}
+
+void ExpertExchange::end_step() {
+  Dispatch& d = dispatch();
+  d.ended.fetch_add(1, std::memory_order_seq_cst);
+  d.changed.publish(d.changed.value.load(std::memory_order_relaxed) + 1);
+}
+
+bool ExpertExchange::await(bool or_end) {
+  Dispatch& d = dispatch();
+  uint32_t seen = 0;
+  bool message = false;
+  ranks_->wait_until(
+      0, "rows for its experts", by_gpu_ ? kNotWoken : kWoken,
+      [&] {
+        seen = d.changed.value.load(std::memory_order_acquire);
+        // In this order: all messages of a step that has ended are seen.
+        const bool ended = or_end && reached(d.ended.load(std::memory_order_acquire), step_);
+        message = reached(d.sent.load(std::memory_order_acquire), received_ + 1);
+        return message || ended;
+      },
+      [&](int64_t ns) { d.changed.sleep(seen, ns); });
+  return message;
+}
+
+void ExpertExchange::send_sums() { returned(ranks_->rank()).sent.publish(received_); }
+
+}  // namespace as

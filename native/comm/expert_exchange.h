@@ -1,0 +1,110 @@
+// What the ranks of a mixed group exchange. One rank computes the model but for its routed experts; the others hold a
+// slice of every expert. Once a layer, the model's rank dispatches its rows and their choices of experts, and every
+// rank of experts returns its partial sums, which the model's rank adds in rank order.
+//
+// The memory is shared between processes (comm/shared_block.h): the model's rank has a block for what it dispatches,
+// each rank of experts one for its sums. One buffer a block is enough, because messages alternate: a layer is
+// dispatched after the sums of the previous one were read, and its sums are written after that.
+//
+// A step of the model's rank may run the program any number of times. Ranks of experts run theirs once for each first
+// message that they find, until the model's rank says that the step has ended. So they need not know the step's plan.
+//
+// The model's rank may also compute on a GPU, whose kernels write and read this memory. Then `sent` changes without a
+// wake-up call.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/shared_block.h"
+#include "comm/shared_memory.h"
+
+namespace as {
+
+// The largest message: rows of so many values, choices of experts for each row, and values of its sum.
+struct ExpertShape {
+  int rows = 0, width = 0, top = 0, sum_width = 0;
+};
+
+class ExpertExchange {
+ public:
+  // The model's rank comes first. by_gpu: its GPU sends and receives. Throws std::invalid_argument for a shape that is
+  // not positive, and std::runtime_error if memory is short.
+  ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu = false);
+  ExpertExchange(const ExpertExchange&) = delete;
+  ExpertExchange& operator=(const ExpertExchange&) = delete;
+  virtual ~ExpertExchange() = default;
+
+  // Bytes of shared memory that a rank allocates.
+  static size_t bytes_needed(const ExpertShape& shape, bool holds_experts);
+
+  bool holds_experts() const { return ranks_->rank() > 0; }
+  int expert_ranks() const { return ranks_->size() - 1; }
+  double timeout() const { return ranks_->timeout(); }  // seconds
+  const ExpertShape& shape() const { return shape_; }
+  // The address by which other ranks open this rank's memory.
+  std::string address() const;
+  // Opens the memory of all ranks. addresses: every rank's, in rank order. Throws std::invalid_argument.
+  void connect(const std::vector<std::string>& addresses);
+  // Throws std::invalid_argument if connect() was not called.
+  virtual void check_connected() const;
+
+  // A message: rows [rows, width]; the experts of each row, ascending, [rows, top]; and their weights.
+  float* rows() const { return reinterpret_cast<float*>(blocks_[0].data() + kHeader); }
+  int32_t* chosen() const { return reinterpret_cast<int32_t*>(rows() + (size_t)shape_.rows * shape_.width); }
+  float* shares() const { return reinterpret_cast<float*>(chosen() + (size_t)shape_.rows * shape_.top); }
+  // The sums [rows, sum_width] of a rank of experts, the n-th.
+  float* sums(int n) const { return reinterpret_cast<float*>(blocks_[1 + n].data() + kHeader); }
+  float* own_sums() const { return sums(ranks_->rank() - 1); }
+
+  // The model's rank, one thread: says that a message of so many rows stands in memory.
+  void send(int rows);
+  // Waits until all ranks of experts have returned their sums of the latest message.
+  void await_sums();
+  // Ends a step. Ranks of experts return from it once they have answered all messages.
+  virtual void end_step();
+
+  // A rank of experts, one thread: begins a step.
+  void begin_step() { step_++; }
+  // Waits for the next message, or the end of the step. Returns false at the end. It may be the first message of a later
+  // step: the ranks of experts are one behind while they compute it.
+  bool await_message() { return await(true); }
+  // The number of rows of the latest message.
+  int message_rows() const { return dispatch().rows; }
+  // Waits for the next message, whatever has ended, and takes it: the sums that are returned next are its sums.
+  void take() { await(false), received_++; }
+  void send_sums();
+
+  // For a GPU: where memory lies in this process, and flags in it.
+  char* block(int rank) const { return blocks_[rank].data(); }
+  size_t block_bytes(int rank) const { return blocks_[rank].size(); }
+  static constexpr size_t kHeader = 4096;
+
+  // At the start of the block of the model's rank, and of one of experts.
+  struct Dispatch {
+    alignas(64) std::atomic<uint32_t> sent;  // messages so far
+    int32_t rows;                            // of the latest one
+    alignas(64) std::atomic<uint32_t> ended;  // steps so far
+    alignas(64) Signal changed;               // one of these
+  };
+  struct Returned {
+    alignas(64) Signal sent;  // answered messages so far
+  };
+
+ private:
+  bool await(bool or_end);
+  Dispatch& dispatch() const { return *reinterpret_cast<Dispatch*>(blocks_[0].data()); }
+  Returned& returned(int rank) const { return *reinterpret_cast<Returned*>(blocks_[rank].data()); }
+  struct Address;
+
+  const std::shared_ptr<SharedMemory> ranks_;
+  const ExpertShape shape_;
+  const bool by_gpu_;
+  std::vector<SharedBlock> blocks_;  // by rank
+  bool connected_ = false;
+  uint32_t sent_ = 0, received_ = 0, step_ = 0;
+};
+
+}  // namespace as

@@ -1,0 +1,166 @@
+// The exchange with ranks of experts (comm/expert_exchange.h). On the model's rank: dispatch_rows and returned_sums. On
+// ranks of experts: dispatched_rows, dispatched_choices and return_sums.
+#include "comm/expert_exchange.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/ops/ops.h"
+#include "cpu/ops/routing.h"
+
+namespace as {
+namespace {
+
+class ExchangeOp : public BoundOp {
+ public:
+  ExchangeOp(const Binding& b, bool with_experts) : core_(b.core), exchange_(exchange_of(b, with_experts)) {}
+
+ protected:
+  // Copies a thread's part of `rows` rows of `width` values. With few rows, threads divide the columns.
+  void copy(const float* from, float* to, int rows, int width, int thread) const {
+    const auto [begin, end] = part(rows * (int64_t)width, thread, core_.pool.size());
+    std::copy(from + begin, from + end, to + begin);
+  }
+  static void check(bool fits, const char* op) {
+    if (!fits) throw std::invalid_argument(std::string("op ") + op + ": the exchange's rows are smaller");
+  }
+
+  const Core& core_;
+  ExpertExchange& exchange_;
+
+ private:
+  static std::pair<int64_t, int64_t> part(int64_t n, int thread, int threads) {
+    return {n * thread / threads, n * (thread + 1) / threads};
+  }
+  static ExpertExchange& exchange_of(const Binding& b, bool with_experts) {
+    if (!b.exchange || b.exchange->holds_experts() != with_experts)
+      throw std::invalid_argument(std::string("op ") + b.parts[0].op.spec->name + ": this rank is none of a mixed " +
+                                  "group that has it");
+    return *b.exchange;
+  }
+};
+
+// Sends the rows with their choices of experts.
+class DispatchRows : public ExchangeOp {
+ public:
+  explicit DispatchRows(const Binding& b)
+      : ExchangeOp(b, false), in_(b.parts[0].in()), routing_(b.routing(b.parts[0].in(1).row_set)) {
+    check(in_.width <= exchange_.shape().width && routing_.top <= exchange_.shape().top, "dispatch_rows");
+  }
+
+  void run(const Batch& batch, int thread) override {
+    const int rows = in_.rows(batch), entries = rows * routing_.top;
+    copy(in_.data, exchange_.rows(), rows, in_.width, thread);
+    if (thread == 0) {
+      std::copy_n(routing_.chosen.begin(), entries, exchange_.chosen());
+      std::copy_n(routing_.shares.begin(), entries, exchange_.shares());
+    }
+    if (core_.pool.barrier() && thread == 0) exchange_.send(rows);
+  }
+
+ private:
+  const Tensor in_;
+  const Routing& routing_;
+};
+
+// ((rank 1's sums + rank 2's) + rank 3's) + ...
+class ReturnedSums : public ExchangeOp {
+ public:
+  explicit ReturnedSums(const Binding& b) : ExchangeOp(b, false), out_(b.parts[0].out()) {
+    check(out_.width <= exchange_.shape().sum_width, "returned_sums");
+    for (int n = 0; n < exchange_.expert_ranks(); n++) sums_.push_back(exchange_.sums(n));
+  }
+
+  void run(const Batch& batch, int thread) override {
+    if (thread == 0) exchange_.await_sums();
+    if (!core_.pool.barrier()) return;
+    const int64_t values = (int64_t)out_.rows(batch) * out_.width, threads = core_.pool.size();
+    const int64_t begin = values * thread / threads, end = values * (thread + 1) / threads;
+    std::vector<const float*> own;
+    for (const float* sums : sums_) own.push_back(sums + begin);
+    core_.k.sum_partials(own.data(), (int)own.size(), out_.data + begin, end - begin);
+  }
+
+ private:
+  const Tensor out_;
+  std::vector<const float*> sums_;
+};
+
+class DispatchedRows : public ExchangeOp {
+ public:
+  explicit DispatchedRows(const Binding& b) : ExchangeOp(b, true), out_(b.parts[0].out()) {
+    check(out_.width <= exchange_.shape().width, "dispatched_rows");
+  }
+
+  void run(const Batch& batch, int thread) override {
+    const int rows = out_.rows(batch);
+    if (thread == 0) {
+      exchange_.take();
+      if (exchange_.message_rows() != rows)
+        throw std::runtime_error("the model's rank has dispatched " + std::to_string(exchange_.message_rows()) +
+                                 " rows after a layer of " + std::to_string(rows));
+    }
+    if (core_.pool.barrier()) copy(exchange_.rows(), out_.data, rows, out_.width, thread);
+  }
+
+ private:
+  const Tensor out_;
+};
+
+// Forms the row set as the router on the model's rank did.
+class DispatchedChoices : public ExchangeOp {
+ public:
+  explicit DispatchedChoices(const Binding& b)
+      : ExchangeOp(b, true),
+        in_(b.parts[0].in()),
+        out_(b.parts[0].out()),
+        routing_(b.routing(out_.row_set)),
+        experts_(b.parts[0].op.integer("experts")) {
+    check(routing_.top <= exchange_.shape().top, "dispatched_choices");
+    routing_.begin_router(experts_);
+  }
+
+  void run(const Batch& batch, int thread) override {
+    if (thread) return;
+    const int rows = in_.rows(batch), entries = rows * routing_.top;
+    std::copy_n(exchange_.chosen(), entries, routing_.chosen.begin());
+    std::copy_n(exchange_.shares(), entries, routing_.shares.begin());
+    for (int i = 0; i < entries; i++)
+      if (routing_.chosen[i] < 0 || routing_.chosen[i] >= experts_)
+        throw std::runtime_error("the model's rank has chosen expert " + std::to_string(routing_.chosen[i]) + " of " +
+                                 std::to_string(experts_));
+    routing_.group(rows, experts_);
+    for (int i = 0; i < entries; i++) *out_.row(routing_.entry_of[i]) = routing_.shares[i];
+  }
+
+ private:
+  const Tensor in_, out_;
+  Routing& routing_;
+  const int experts_;
+};
+
+class ReturnSums : public ExchangeOp {
+ public:
+  explicit ReturnSums(const Binding& b) : ExchangeOp(b, true), in_(b.parts[0].in()) {
+    check(in_.width <= exchange_.shape().sum_width, "return_sums");
+  }
+
+  void run(const Batch& batch, int thread) override {
+    copy(in_.data, exchange_.own_sums(), in_.rows(batch), in_.width, thread);
+    if (core_.pool.barrier() && thread == 0) exchange_.send_sums();
+  }
+
+ private:
+  const Tensor in_;
+};
+
+}  // namespace
+
+const RegisterCpuOp kDispatchRows({{Op::dispatch_rows}}, bind_op<DispatchRows>);
+const RegisterCpuOp kReturnedSums({{Op::returned_sums}}, bind_op<ReturnedSums>);
+const RegisterCpuOp kDispatchedRows({{Op::dispatched_rows}}, bind_op<DispatchedRows>);
+const RegisterCpuOp kDispatchedChoices({{Op::dispatched_choices}}, bind_op<DispatchedChoices>);
+const RegisterCpuOp kReturnSums({{Op::return_sums}}, bind_op<ReturnSums>);
+
+}  // namespace as

@@ -1,0 +1,86 @@
+"""A real mixed group, compared with one process: `allspark serve --experts-on cpu`, its ranks pinned, supervised."""
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine
+from allspark_launch.group.background import background_group
+from support.waiting import wait_for
+
+checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
+from support.invariance import OTHERS, PROBES, installed, run_alone, run_together
+from support.processes import ranks_of
+
+MODEL = "glm4-moe"     # a dense layer, a shared expert
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"{n}experts")
+def group(request):
+    experts = request.param
+    with background_group(["--experts-on", "cpu", "--ranks", str(1 + experts)], timeout=60) as started, \
+            ClientEngine(started.addresses[0]) as engine:
+        yield SimpleNamespace(engine=engine, experts=experts, supervisor=started.supervisor_pid,
+                              unit={"compute_unit": "CPU:0+CPU:" + ",".join(["0"] * experts)})
+
+
+@pytest.fixture(scope="module")
+def first(group):
+    with installed(group.engine, MODEL, **group.unit) as name:
+        return run_alone(group.engine, name)
+
+
+def test_one_rank_of_experts_is_one_process(group, first):
+    from allspark_server import Engine
+    if group.experts > 1:
+        pytest.skip("sums are associated differently")
+    own = Engine()
+    with installed(own, MODEL) as name:
+        assert run_alone(own, name) == first
+
+
+def test_in_a_batch_with_chunks_and_prefixes(group, first):
+    fields = {"engine_max_prefill_length": 40, "max_step_tokens": 61, "enable_prefix_cache": True, "num_threads": 0}
+    with installed(group.engine, MODEL, **group.unit, **fields) as name:
+        assert run_together(group.engine, name, OTHERS) == first
+        assert run_together(group.engine, name, OTHERS) == first
+        assert group.engine.get_as_engine_stat(name).prefix_cache_hit_token > 1500
+
+
+def test_speculation_by_lookup(group, first):
+    with installed(group.engine, MODEL, **group.unit, speculation="prompt_lookup") as name:
+        assert run_together(group.engine, name) == first
+
+
+def test_another_number_of_ranks_is_refused(group):
+    config = AsModelConfig(model_name="more", model_path=str(checkpoints.checkpoint(MODEL)),
+                           compute_unit="CPU:0+CPU:0,0,0,0")
+    with pytest.raises(AllSparkError, match="needs 5 ranks, one of the model and 4 of experts"):
+        group.engine.install_model(config)
+        group.engine.start_model("more")
+
+
+def test_adapters_are_refused_by_name(group, tmp_path):
+    with installed(group.engine, MODEL, **group.unit) as name, \
+            pytest.raises(AllSparkError, match="in a mixed group"):
+        group.engine.load_lora(name, str(tmp_path))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_rank_ends_the_group_and_requests_go_on(group, first, victim):
+    with installed(group.engine, MODEL, **group.unit) as name:
+        before = {process.pid for process in ranks_of(group.supervisor)}
+        lost = next(p for p in ranks_of(group.supervisor) if ("--address" in p.cmdline()) == (victim == 0))
+        prompt, generate = PROBES[1]
+        _, _, results = group.engine.start_request(
+            name, {"input_ids": prompt}, {**generate, "max_new_tokens": 200, "eos_token_id": -1})
+        results.Get()       # it runs
+        lost.send_signal(signal.SIGKILL)
+        wait_for(lambda: len(ranks_of(group.supervisor)) == len(before)
+                 and not {process.pid for process in ranks_of(group.supervisor)} & before, 60)
+        ids = [i for elements in results for i in elements.ids_from_generate]
+        assert ids and results.GenerateStatus().name == "GenerateFinished"
+        assert run_alone(group.engine, name) == first
+

@@ -1,0 +1,60 @@
+"""Where the ranks of a mixed group go, and the line that starts them. Fabricated machines."""
+from __future__ import annotations
+
+import pytest
+
+from allspark_launch.group.plan import plan_group
+from allspark_launch.machine.placement import place_mixed
+from allspark_launch.machine.topology import read_topology
+from allspark_launch.options import GroupOptions
+from support.machines import machine
+
+EIGHT = {0: [[c] for c in range(8)], 1: [[c] for c in range(8, 16)]}
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    return read_topology(machine(tmp_path, EIGHT))
+
+
+def places(placement):
+    return [(r.rank, r.node, r.gpu, r.cpus) for r in placement.ranks]
+
+
+def test_a_gpu_takes_few_cores(two_nodes):
+    placement = place_mixed(two_nodes, gpu=0)
+    assert places(placement) == [(0, 0, 0, (0, 1)), (1, 0, None, tuple(range(2, 8))), (2, 1, None, tuple(range(8, 16)))]
+    assert not placement.oversubscribed and not placement.ranks[1].whole_node and placement.ranks[2].whole_node
+    # Its own node has no rank of experts.
+    assert places(place_mixed(two_nodes, nodes=[1], gpu=0)) == [(0, 0, 0, (0, 1)), (1, 1, None, tuple(range(8, 16)))]
+
+
+def test_without_a_gpu_the_ranks_of_a_node_share_it(two_nodes):
+    assert places(place_mixed(two_nodes)) == [
+        (0, 0, None, (0, 1, 2, 3)), (1, 0, None, (4, 5, 6, 7)), (2, 1, None, tuple(range(8, 16)))]
+    assert [(r.node, len(r.cpus)) for r in place_mixed(two_nodes, ranks=4, nodes=[1]).ranks] == [
+        (1, 2), (1, 2), (1, 2), (1, 2)]
+
+
+def test_few_cores_are_shared(tmp_path):
+    topology = read_topology(machine(tmp_path, {0: [[0]]}))
+    placement = place_mixed(topology, ranks=3)
+    assert places(placement) == [(0, 0, None, (0,)), (1, 0, None, (0,)), (2, 0, None, (0,))]
+    assert placement.oversubscribed and "share" in placement.warnings[0]
+    with pytest.raises(ValueError, match="ranks is 1; a mixed group has a rank of the model, and at least one"):
+        place_mixed(topology, ranks=1)
+    with pytest.raises(ValueError, match="no NUMA node 7"):
+        place_mixed(topology, nodes=[7])
+
+
+def test_the_command_line(monkeypatch, two_nodes):
+    monkeypatch.setattr("allspark_launch.group.plan.read_topology", lambda: two_nodes)
+    line = plan_group(GroupOptions(models=["/m"], experts_on="cpu")).line
+    assert '"compute_unit": "CPU:0+CPU:0,1"' in line and line.count("--ranks 3") == 3
+    line = plan_group(GroupOptions(models=["/m"], experts_on="cpu", gpus=[0], numa_nodes=[1])).line
+    assert '"compute_unit": "CUDA:0+CPU:1"' in line and line.count("--ranks 2") == 2
+    assert "ALLSPARK_GROUP_GPUS=0" in line or "GPUS=0" in line
+    with pytest.raises(ValueError, match=r"experts_on and gpus=\[0, 1\]: a mixed group has one GPU"):
+        plan_group(GroupOptions(models=["/m"], experts_on="cpu", gpus=[0, 1]))
+    with pytest.raises(ValueError, match="a mixed group on several hosts is not available yet"):
+        plan_group(GroupOptions(models=["/m"], experts_on="cpu", hosts="a,b"))

@@ -1,0 +1,167 @@
+"""Mixed groups: one rank computes the model, others hold slices of its routed experts. Ranks are threads here."""
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from allspark_client import AllSparkError, AsModelConfig
+from allspark_client.errors import AsStatus
+from allspark_server import _native
+from allspark_server.models.roles import experts_part, model_part
+from allspark_server.runtime.roles import Role, role_of
+
+checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
+from support.checkpoints import checkpoint, prompt_of
+from support.driver import Driver, shared_memories, together
+
+FORMATS = {"float32": {}, "bfloat16": {"weight_dtype": "bfloat16"}, "int8": {"weight_dtype": "int8"},
+           "w8a8": {"weight_dtype": "w8a8"}, "int4": {"weight_dtype": "int4", "weight_group_size": 32},
+           "w4a8": {"weight_dtype": "w4a8", "weight_group_size": 32}}
+PROMPT = prompt_of(75)
+
+
+def mixed(experts: int) -> dict:
+    return {"compute_unit": f"CPU:0+CPU:{','.join(['0'] * experts)}"}
+
+
+def generated(name: str, world: int, chunk: int | None = None, **fields):
+    """Greedy tokens and the logits of each."""
+    sizes = {"engine_max_length": 256, "cache_memory": 4 << 20, "num_threads": 2}
+    with Driver(checkpoint(name), world, **sizes, **fields) as driver:
+        return driver.generate(PROMPT, 6, chunk), driver.info
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_one_rank_of_experts_computes_the_bits_of_one_rank(form):
+    (tokens, logits), info = generated("qwen3-moe", 1, **FORMATS[form])
+    (own, rows), other = generated("qwen3-moe", 2, **mixed(1), **FORMATS[form])
+    assert tokens == own
+    np.testing.assert_array_equal(np.stack(logits), np.stack(rows))
+    assert info.model_hash != other.model_hash      # the fingerprint covers the placement
+
+
+@pytest.mark.parametrize("name", [
+    "qwen2-moe", "mixtral", "glm4-moe", "gpt-oss", "gpt-oss-blocks", "ernie-moe", "granite-moe", "dots1", "afmoe",
+    "hunyuan-moe", "minimax-m2"])
+def test_every_family(name):
+    (tokens, logits), _ = generated(name, 1)
+    (own, rows), _ = generated(name, 2, **mixed(1))
+    assert tokens == own
+    np.testing.assert_array_equal(np.stack(logits), np.stack(rows))
+    (divided, _), _ = generated(name, 3, **mixed(2))
+    assert tokens == divided
+
+
+@pytest.mark.parametrize("experts", [2, 3, 4])      # 9, 8 and 8 units of features on 3; whole experts on 4
+@pytest.mark.parametrize("form", ["float32", "int4"])
+def test_several_ranks_of_experts_are_near_and_invariant(experts, form):
+    (_, near), _ = generated("qwen3-moe", 1, **FORMATS[form])
+    (_, whole), _ = generated("qwen3-moe", 1 + experts, **mixed(experts), **FORMATS[form])
+    np.testing.assert_allclose(whole[0], near[0], atol=2e-3 if form == "int4" else 2e-4, rtol=2e-3)
+    (_, cut), _ = generated("qwen3-moe", 1 + experts, 17, **mixed(experts), **FORMATS[form])
+    np.testing.assert_array_equal(np.stack(whole), np.stack(cut))
+
+
+def test_bits_do_not_depend_on_the_batch():
+    prompts = [prompt_of(5), prompt_of(40, seed=3)]
+    fields = {"engine_max_length": 256, "cache_memory": 4 << 20, "max_step_tokens": 64, **mixed(2)}
+    with Driver(checkpoint("qwen2-moe"), 3, **fields) as driver:
+        both = together(driver, prompts, 16)
+        alone = [together(driver, [prompt], 64)[0] for prompt in prompts]
+    np.testing.assert_array_equal(np.stack(both), np.stack(alone))
+
+
+def test_a_rejected_plan_leaves_the_ranks_in_step():
+    with Driver(checkpoint("qwen3-moe"), 3, engine_max_length=256, cache_memory=4 << 20, **mixed(2)) as driver:
+        before = driver.generate(PROMPT, 2)[0]
+        steps = [driver.pool.submit(runner.step, b"no plan", False) for runner in driver.runners]
+        with pytest.raises(ValueError, match="plan"):
+            steps[0].result()
+        assert all(step.exception() is None for step in steps[1:])      # they do not read plans
+        assert driver.generate(PROMPT, 2)[0] == before
+
+
+def test_ranks_hold_only_their_parts():
+    with Driver(checkpoint("qwen3-moe"), 3, engine_max_length=256, cache_memory=4 << 20, **mixed(2)) as driver:
+        graphs = [runner._model.graph for runner in driver.runners]
+        assert not any("experts" in name for name in graphs[0].weights)
+        assert all("experts" in name for graph in graphs[1:] for name in graph.weights)
+        assert all(runner._executor.cache_bytes() == 0 for runner in driver.runners[1:])
+        whole = driver.runners[0]._model.whole
+        assert set(whole.weights) == set(graphs[0].weights) | set(graphs[1].weights)
+
+
+def test_a_shared_expert_is_computed_before_the_sums_are_awaited():
+    with Driver(checkpoint("glm4-moe"), 2, engine_max_length=256, cache_memory=4 << 20, **mixed(1)) as driver:
+        graph = driver.runners[0]._model.graph
+    ops = [(op.type, *op.outputs) for op in graph.ops]
+    first = next(i for i, op in enumerate(ops) if op[0] == "dispatch_rows")
+    last = next(i for i, op in enumerate(ops) if op[0] == "returned_sums")
+    assert ("linear", "shared") in ops[first:last]
+
+
+def test_what_is_refused():
+    def refused(text: str, **fields):
+        config = AsModelConfig(model_name="m", model_path="/m", **fields)
+        with pytest.raises(AllSparkError, match=text):
+            role_of(config, 0, 3)
+
+    refused("needs 4 ranks, one of the model and 3 of experts, but this group has 3", compute_unit="CPU:0+CPU:0,1,2")
+    refused("several ranks of the model in a mixed group", compute_unit="CPU:0,1+CPU:0")
+    refused("a GPU in a mixed group", compute_unit="CUDA:0+CPU:0,1")
+    refused("speculation='mtp' in a mixed group", compute_unit="CPU:0+CPU:0,1", speculation="mtp")
+    refused("lora_names in a mixed group", compute_unit="CPU:0+CPU:0,1", lora_names=["a"])
+    for unit in ("CPU:0+CUDA:0", "CPU:0+", "CPU:0+CPU:0+CPU:0"):
+        with pytest.raises(ValueError, match="compute_unit"):
+            AsModelConfig(compute_unit=unit)
+
+
+def test_a_model_without_experts_is_refused():
+    with pytest.raises(AllSparkError, match="qwen2.*no routed experts|no routed experts") as caught:
+        generated("qwen2-gqa-tied", 2, **mixed(1))
+    assert caught.value.status == AsStatus.ALLSPARK_PARAM_ERROR
+
+
+def test_roles():
+    config = AsModelConfig(model_name="m", model_path="/m", compute_unit="CPU:0+CPU:1,2")
+    assert config.device_ids == [0] and config.expert_nodes == [1, 2]
+    assert role_of(config, 0, 3) == Role(0, 1, mixed=True)
+    assert role_of(config, 2, 3) == Role(1, 2, mixed=True, experts=True)
+    assert role_of(config, 2, 3).config_of(config).compute_unit == "CPU:0"
+    assert role_of(AsModelConfig(model_name="m", model_path="/m"), 1, 2) == Role(1, 2)
+
+
+def test_parts_of_a_graph_need_experts():
+    empty = SimpleNamespace(ops=[], config=SimpleNamespace(architecture="X"))
+    for part in (model_part, experts_part):
+        with pytest.raises(ValueError, match="X has no routed experts"):
+            part(empty)
+
+
+def test_a_wait_ends_with_the_group():
+    memories = shared_memories(2)
+    exchanges = [_native.ExpertExchange(memory, 4, 8, 2, 8) for memory in memories]
+    addresses = [exchange.address for exchange in exchanges]
+    for exchange in exchanges:
+        exchange.connect(addresses)
+    with pytest.raises(ValueError, match="connect once"):
+        exchanges[0].connect(addresses)
+    other = _native.ExpertExchange(memories[1], 5, 8, 2, 8)
+    with pytest.raises(ValueError, match="rank 1 is of another build, group or model"):
+        _native.ExpertExchange(memories[0], 4, 8, 2, 8).connect([addresses[0], other.address])
+    with pytest.raises(ValueError, match="sizes must be positive"):
+        _native.ExpertExchange(memories[0], 0, 8, 2, 8)
+
+
+def test_a_lost_rank_ends_the_step():
+    """The rank of experts aborts instead of computing: the model's rank reports it."""
+    with Driver(checkpoint("qwen3-moe"), 2, engine_max_length=256, cache_memory=4 << 20, **mixed(1)) as driver:
+        timer = threading.Timer(0.3, driver.runners[1].shared_memory.abort, ["rank 1 is lost"])
+        driver._each = lambda work: [work(driver.runners[0])]
+        timer.start()
+        with pytest.raises(RuntimeError, match="rank 1 is lost"):
+            driver.generate(PROMPT, 1)
+        del driver._each
