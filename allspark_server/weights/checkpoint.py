@@ -680,8 +680,8 @@ def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests:
     matrices (by the weight's name).
 
     digests: Loader.digest() of every rank. tower: what the bits of images depend on besides the weights. Copies of a
-    checkpoint, or of its serialized form, have the same hash on the same number of ranks. placement: which ranks compute
-    what, if not all compute the same.
+    checkpoint, or of its serialized form, have the same hash on the same number of ranks. placement: which ranks
+    compute what, if not all compute the same.
     """
     graph = model.graph
     ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]

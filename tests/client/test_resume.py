@@ -129,7 +129,6 @@ def test_a_chat_whose_template_tells_the_time(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 def test_chats_with_images():
     """Their images are sent again, by a client of the groups and by the HTTP server: rank 0 of the group that answers
     is killed, and the other one goes on.

@@ -26,10 +26,8 @@ from support.images import noise
 from support.pictures import base64_of, data_url, encoded, pixels
 from support.processes import ranks_of
 from support.seed import SEED
-from support.units import GPUS
 from support.vision import PAD, checkpoint
 
-pytestmark = pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 MODEL = "qwen3-vl"
 COUNT = 16
 GREEDY = {"model": MODEL, "temperature": 0}

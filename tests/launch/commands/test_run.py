@@ -4,13 +4,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from allspark_launch.cli import main
 from support.fake_engine import FakeEngine
 from support.fake_service import serving
 from support.pictures import encoded, pixels
-from support.units import GPUS
 
 
 def test_images(tmp_path, capsys):
@@ -29,7 +26,6 @@ def test_images(tmp_path, capsys):
     assert parts in prompt and "3 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(bool(GPUS), reason="GPUs take no images")
 def test_a_model_that_sees(tmp_path):
     """A large image is made so small that the context has room for the prompt and the answer."""
     from support.vision import checkpoint
