@@ -157,12 +157,13 @@ def _rounded(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-#: the answer, in place of pack_held()'s, of a rank that has no cache at all
-NO_CACHE = "none"
+_NO_CACHE = "none"
 
 
-def pack_held(held: dict[bytes, int]) -> str:
-    """The spans that a rank's host cache holds, as text for an answer."""
+def pack_held(held: dict[bytes, int] | None) -> str:
+    """The spans that a rank's host cache holds, as text for an answer. None: the rank has no cache at all."""
+    if held is None:
+        return _NO_CACHE
     return base64.b64encode(b"".join(key + struct.pack("<i", span) for key, span in held.items())).decode()
 
 
@@ -171,7 +172,7 @@ def held_by_all(packed: Iterable[str]) -> dict[bytes, int]:
 
     A rank that was killed may have written fewer spans than the others.
     """
-    entries = [set(_entries(base64.b64decode(text))) for text in packed if text != NO_CACHE]
+    entries = [set(_entries(base64.b64decode(text))) for text in packed if text != _NO_CACHE]
     common = set.intersection(*entries) if entries else set()
     return {entry[:_KEY]: struct.unpack_from("<i", entry, _KEY)[0] for entry in sorted(common, key=lambda e: e[_KEY:])}
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
-from .host_cache import NO_CACHE, pack_held
+from .host_cache import pack_held
 from .native import DeviceLost
 from .steps import DEPTH, Stepping, Steps
 
@@ -368,7 +368,7 @@ class RankModels:
         if runner.tower is not None:
             self._towers[tower_name(name)] = runner.tower
         self.placement = runner.placement
-        return Answer(value=num_spans, held=NO_CACHE if runner.role.experts else pack_held(runner.held))
+        return Answer(value=num_spans, held=pack_held(runner.held))
 
     def _load_adapter(self, name: str, index: int, directory: str) -> Answer:
         os.sched_setaffinity(0, self._affinity)

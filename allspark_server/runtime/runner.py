@@ -82,8 +82,9 @@ class ModelRunner:
         self.placement: dict = {}
         #: the number of spans that fit into this rank's host cache, known after load
         self.host_spans = 0
-        #: the spans by key that the host cache kept from an earlier process, known after allocate_cache
-        self.held: dict[bytes, int] = {}
+        #: the spans by key that the host cache kept from an earlier process, known after allocate_cache; None on a rank
+        #: that keeps no keys and values
+        self.held: dict[bytes, int] | None = None if self.role.experts else {}
 
     def load(self) -> int:
         """Opens and loads the model; returns the number of cache spans that fit. Raises AllSparkError on failure."""

@@ -68,8 +68,8 @@ class ExpertExchange {
 
   // A rank of experts, one thread: begins a step.
   void begin_step() { step_++; }
-  // Waits for the next message, or the end of the step. Returns false at the end. It may be the first message of a later
-  // step: the ranks of experts are one behind while they compute it.
+  // Waits for the next message, or the end of the step. Returns false at the end. It may be the first message of a
+  // later step: the ranks of experts are one behind while they compute it.
   bool await_message() { return await(true); }
   // The number of rows of the latest message.
   int message_rows() const { return dispatch().rows; }
@@ -84,8 +84,8 @@ class ExpertExchange {
 
   // At the start of the block of the model's rank, and of one of experts.
   struct Dispatch {
-    alignas(64) std::atomic<uint32_t> sent;  // messages so far
-    int32_t rows;                            // of the latest one
+    alignas(64) std::atomic<uint32_t> sent;   // messages so far
+    int32_t rows;                             // of the latest one
     alignas(64) std::atomic<uint32_t> ended;  // steps so far
     alignas(64) Signal changed;               // one of these
   };

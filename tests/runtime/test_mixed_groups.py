@@ -14,6 +14,7 @@ from allspark_server.models.roles import experts_part, model_part
 from allspark_server.runtime.roles import Role, role_of
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
+from support import quantized_checkpoints
 from support.checkpoints import checkpoint, prompt_of
 from support.driver import Driver, shared_memories, together
 
@@ -27,10 +28,10 @@ def mixed(experts: int) -> dict:
     return {"compute_unit": f"CPU:0+CPU:{','.join(['0'] * experts)}"}
 
 
-def generated(name: str, world: int, chunk: int | None = None, **fields):
-    """Greedy tokens and the logits of each."""
+def generated(name, world: int, chunk: int | None = None, **fields):
+    """Greedy tokens and the logits of each. name: of a random checkpoint, or its folder."""
     sizes = {"engine_max_length": 256, "cache_memory": 4 << 20, "num_threads": 2}
-    with Driver(checkpoint(name), world, **sizes, **fields) as driver:
+    with Driver(checkpoint(name) if isinstance(name, str) else name, world, **sizes, **fields) as driver:
         return driver.generate(PROMPT, 6, chunk), driver.info
 
 
@@ -43,9 +44,12 @@ def test_one_rank_of_experts_computes_the_bits_of_one_rank(form):
     assert info.model_hash != other.model_hash      # the fingerprint covers the placement
 
 
-@pytest.mark.parametrize("name", [
-    "qwen2-moe", "mixtral", "glm4-moe", "gpt-oss", "gpt-oss-blocks", "ernie-moe", "granite-moe", "dots1", "afmoe",
-    "hunyuan-moe", "minimax-m2"])
+FAMILIES = ("qwen2-moe", "glm4-moe", "gpt-oss", "gpt-oss-blocks", "deepseek-v2", "qwen3-5-moe", "gemma4-moe")
+SLOW_FAMILIES = ("mixtral", "ernie-moe", "granite-moe", "dots1", "afmoe", "hunyuan-moe", "minimax-m2", "olmoe",
+                 "exaone-moe", "qwen3-next", "lfm2-moe", "nemotron-h", "granite-hybrid", "glm-moe-dsa", "deepseek-v32")
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAMILIES)])
 def test_every_family(name):
     (tokens, logits), _ = generated(name, 1)
     (own, rows), _ = generated(name, 2, **mixed(1))
@@ -53,6 +57,20 @@ def test_every_family(name):
     np.testing.assert_array_equal(np.stack(logits), np.stack(rows))
     (divided, _), _ = generated(name, 3, **mixed(2))
     assert tokens == divided
+
+
+@pytest.mark.parametrize("name", ["fp8-glm4-moe", "ct-packed-4-kimi", "gptq-4-glm4-moe", "awq-glm4-moe"])
+def test_formats_of_other_programs(tmp_path, name):
+    spec, producer = {"gptq-4-glm4-moe": (quantized_checkpoints.GLM, quantized_checkpoints.gptq(4, 32)),
+                      "awq-glm4-moe": (quantized_checkpoints.GLM, quantized_checkpoints.awq(64)),
+                      **quantized_checkpoints.SCHEMES}[name]
+    path, _ = quantized_checkpoints.write_pair(tmp_path, spec, *producer, seed=5)
+    (tokens, logits), _ = generated(path, 1)
+    (own, rows), _ = generated(path, 2, **mixed(1))
+    assert tokens == own
+    np.testing.assert_array_equal(np.stack(logits), np.stack(rows))
+    (_, near), _ = generated(path, 3, **mixed(2))
+    np.testing.assert_allclose(near[0], logits[0], atol=3e-3)
 
 
 @pytest.mark.parametrize("experts", [2, 3, 4])      # 9, 8 and 8 units of features on 3; whole experts on 4
