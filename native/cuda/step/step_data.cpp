@@ -203,7 +203,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
   int used = 0, kv_splits = 0;  // entries used of each group's table; of decode tiles
   *host(step_) = (int)steps_++;
   AttentionTile *const decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
-                *const selected = reinterpret_cast<AttentionTile*>(host(selected_tiles_));
+                       *const selected = reinterpret_cast<AttentionTile*>(host(selected_tiles_));
   for (size_t i = 0; i < batch.items.size(); i++) {
     const Item& item = batch.items[i];
     const Slot& slot = batch.slot(item.slot);

@@ -26,8 +26,8 @@ struct TileLimits {
 // of each sequence. keeps, takes: hidden states are kept, and taken (batch/draft_head.h). whole: a sequence's rows see
 // all of it. segments, images: they see those of their segment, or their image. places: rows have places (time, height,
 // width). given: the width of rows that the plan gives; 0: none. separator: the id that ends a sequence's first segment
-// of two; -1: there are none. selected: how many positions an indexer selects for a row that sees more; 0: rows see all.
-// indexed: ops need the span tables of each row.
+// of two; -1: there are none. selected: how many positions an indexer selects for a row that sees more; 0: rows see
+// all. indexed: ops need the span tables of each row.
 struct RowNeeds {
   bool states = false, keeps = false, takes = false, whole = false, segments = false, images = false, places = false,
        indexed = false;
