@@ -108,9 +108,9 @@ class Copier {
 #pragma unroll
         for (int j = 0; j < kLatentTokens * kChunks / kCopiers; j++) {
           const int chunk = j * kCopiers + thread_, row = chunk / kChunks;
-          const size_t place = __shfl_sync(0xffffffffu, places, half + row);
-          copy_16(to + (chunk + row) * 16, a_.cache.data + place * kRowBytes + (chunk - row * kChunks) * 16,
-                  chunk < there);
+          const int place = __shfl_sync(0xffffffffu, places, half + row);
+          const char* from = a_.cache.data + (place >> shift) * a_.cache.stride + (place & (size - 1)) * kRowBytes;
+          copy_16(to + (chunk + row) * 16, from + (chunk - row * kChunks) * 16, chunk < there);
         }
         arrive_with_copies(full_ + 8 * place_.stage);
         place_.advance(1, stages_);
