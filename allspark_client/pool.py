@@ -292,33 +292,33 @@ class Pool:
         """Members in the order in which a new request should try them.
 
         Members that run the model and take new requests come first, then those that load it on demand; among these, the
-        one with the least work left, and of equal ones that which this client has not sent a request for longest. A
-        prompt's prefix that a member has computed before counts as no work there.
+        one with the least work left. A prompt's prefix that a member has computed before counts as no work there. Of
+        members with equal work it comes first, then those which this client has not sent a request for longest.
         """
         members = self.members
         if len(members) == 1:
             return members
-        ranked: list[tuple[int, float, int, Member]] = []
+        ranked: list[tuple[int, float, bool, int, Member]] = []
         prompt = beginnings(spec)
         for member in members:
             self._learn_prefixes(member)
         familiar, saved = self._prefixes.find(prompt)
         for member in members:
-            order = member.last_request
+            order = member.address != familiar, member.last_request
             if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
                 member.reconnect_soon()
-                ranked.append((_UNREACHED, 0, order, member))
+                ranked.append((_UNREACHED, 0, *order, member))
                 continue
             try:
                 live = member.session().live
                 state = next((m for m in member.models(LOAD_AGE_SECONDS) if m.name == spec.model), None)
             except (Unavailable, AllSparkError) as error:
                 logger.debug("not a candidate: %s", error)
-                ranked.append((_UNREACHED, 0, order, member))
+                ranked.append((_UNREACHED, 0, *order, member))
                 continue
             # The member counts this client's requests as well, but its figure may be older than the latest of them.
             load: float = max(live, state.load) if state is not None else live
             work = member.sent_work + (state.work if state is not None else 0)
             load += (work - (saved if member.address == familiar else 0)) / _TOKENS_PER_REQUEST
-            ranked.append((_UNSUITED if member.draining else _rank(state, spec), load, order, member))
-        return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
+            ranked.append((_UNSUITED if member.draining else _rank(state, spec), load, *order, member))
+        return [entry[-1] for entry in sorted(ranked, key=lambda entry: entry[:-1])]

@@ -259,8 +259,8 @@ def whole_histories(monkeypatch):
     from allspark_server.runtime import runner
 
     class Whole(runner.RankModel):
-        def __init__(self, config, path, weights_path, rank, world, device, whole_histories=False, adapters=False):
-            super().__init__(config, path, weights_path, rank, world, device, True, adapters)
+        def __init__(self, config, path, weights_path, rank, world, device, whole_histories=False, **more):
+            super().__init__(config, path, weights_path, rank, world, device, True, **more)
 
     return lambda: monkeypatch.setattr(runner, "RankModel", Whole)
 
