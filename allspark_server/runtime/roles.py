@@ -53,12 +53,12 @@ def role_of(config: AsModelConfig, rank: int, world: int) -> Role:
     unit = f"compute_unit={config.compute_unit!r}"
     if len(config.device_ids) > 1:
         raise not_available(f"{unit}, several ranks of the model in a mixed group,")
-    if config.on_gpus:
-        raise not_available(f"{unit}, a GPU in a mixed group,")
     if world != 1 + len(nodes):
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"{unit} needs {1 + len(nodes)} ranks, one of the model and {len(nodes)} of experts, but "
-                            f"this group has {world}: start a group for it with allspark serve --experts-on cpu")
+                            f"this group has {world}: start a group for it with allspark serve "
+                            + ("--gpus " + str(config.device_ids[0]) + " " if config.on_gpus else "")
+                            + "--experts-on cpu")
     if config.speculation in ("draft", "mtp", "eagle"):
         raise not_available(f"speculation={config.speculation!r} in a mixed group")
     if config.lora_names:

@@ -91,8 +91,9 @@ class ModelRunner:
         began = time.perf_counter()
         check_available(self.config.validate())
         config, role = self.config, self.role
+        # The model's rank of a mixed group is alone: it sums and samples with no other.
         device = self._device = device_of(config, role.rank, role.world, self._pinned(), self._host_threads,
-                                          self.shared_memory)
+                                          None if role.mixed else self.shared_memory)
         # A draft model shares its target's span tables, and may be behind it.
         whole = config.speculation in ("draft", "mtp", "eagle")
         model = self._model = RankModel(config, config.model_path, config.weights_path, role.rank, role.world, device,
@@ -129,7 +130,8 @@ class ModelRunner:
         fixed += config.engine_max_batch * sum(model.state_bytes(device))
         if role.mixed:
             sizes = exchange_sizes(model.whole, step[0])
-            fixed += native_library().ExpertExchange.bytes_needed(**sizes, holds_experts=role.experts)
+            if device.host_memory:
+                fixed += native_library().ExpertExchange.bytes_needed(**sizes, holds_experts=role.experts)
         if self.tower is not None:
             fixed += self.tower.memory
             if device.host_memory and not self.rank:
@@ -326,6 +328,8 @@ class ModelRunner:
         is lost. Raises AllSparkError, and changes nothing, if the target has too little memory.
         """
         self._loaded()
+        if self.role.experts:   # it has none on a GPU
+            return
         began = time.perf_counter()
         name, verb = self.config.model_name, "load" if loaded else "unload"
         size = self._weight_bytes()

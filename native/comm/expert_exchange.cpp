@@ -1,7 +1,6 @@
 #include "comm/expert_exchange.h"
 
 #include <cstring>
-#include <stdexcept>
 
 namespace as {
 namespace {
@@ -59,10 +58,6 @@ void ExpertExchange::connect(const std::vector<std::string>& addresses) {
   connected_ = true;
 }
 
-void ExpertExchange::check_connected() const {
-  if (!connected_) throw std::invalid_argument("connect() of ranks of experts comes before allocate()");
-}
-
 void ExpertExchange::send(int rows) {
   Dispatch& d = dispatch();
   d.rows = rows;
@@ -79,12 +74,6 @@ void ExpertExchange::await_sums() {
         [&] { return reached(seen = signal.value.load(std::memory_order_acquire), sent_); },
         [&](int64_t ns) { signal.sleep(seen, ns); });
   }
-}
-
-void ExpertExchange::end_step() {
-  Dispatch& d = dispatch();
-  d.ended.fetch_add(1, std::memory_order_seq_cst);
-  d.changed.publish(d.changed.value.load(std::memory_order_relaxed) + 1);
 }
 
 bool ExpertExchange::await(bool or_end) {

@@ -10,11 +10,12 @@
 // message that they find, until the model's rank says that the step has ended. So they need not know the step's plan.
 //
 // The model's rank may also compute on a GPU, whose kernels write and read this memory. Then `sent` changes without a
-// wake-up call.
+// wake-up call. What that backend calls is defined here, because it is a library of its own.
 #pragma once
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -35,7 +36,6 @@ class ExpertExchange {
   ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu = false);
   ExpertExchange(const ExpertExchange&) = delete;
   ExpertExchange& operator=(const ExpertExchange&) = delete;
-  virtual ~ExpertExchange() = default;
 
   // Bytes of shared memory that a rank allocates.
   static size_t bytes_needed(const ExpertShape& shape, bool holds_experts);
@@ -49,7 +49,9 @@ class ExpertExchange {
   // Opens the memory of all ranks. addresses: every rank's, in rank order. Throws std::invalid_argument.
   void connect(const std::vector<std::string>& addresses);
   // Throws std::invalid_argument if connect() was not called.
-  virtual void check_connected() const;
+  void check_connected() const {
+    if (!connected_) throw std::invalid_argument("connect() of ranks of experts comes before allocate()");
+  }
 
   // A message: rows [rows, width]; the experts of each row, ascending, [rows, top]; and their weights.
   float* rows() const { return reinterpret_cast<float*>(blocks_[0].data() + kHeader); }
@@ -64,7 +66,11 @@ class ExpertExchange {
   // Waits until all ranks of experts have returned their sums of the latest message.
   void await_sums();
   // Ends a step. Ranks of experts return from it once they have answered all messages.
-  virtual void end_step();
+  void end_step() {
+    Dispatch& d = dispatch();
+    d.ended.fetch_add(1, std::memory_order_seq_cst);
+    d.changed.publish(d.changed.value.load(std::memory_order_relaxed) + 1);
+  }
 
   // A rank of experts, one thread: begins a step.
   void begin_step() { step_++; }

@@ -86,6 +86,10 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
                                 std::to_string(limits.max_outputs) + " outputs, and connect(), before allocate()");
   std::optional<Ranks> ranks;
   if (communicator_) ranks.emplace(Ranks{*exchange_, *communicator_});
+  if (expert_exchange_ && (!drafts_.empty() || adapters.count))
+    throw std::invalid_argument("a mixed group has no drafts by a model and no adapters");
+  const double seconds = expert_exchange_ ? expert_exchange_->timeout() : 0;
+  expert_ranks_ = expert_exchange_ ? std::make_unique<ExpertRanks>(device_, expert_exchange_, seconds) : nullptr;
   adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
   Limits own = limits;
   own.draft_layers = std::max((int)drafts_.size(), 1);
@@ -93,7 +97,7 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
                                       [](const OpNode& op) { return op.is(Op::given_rows) || op.is(Op::add_given); });
   own.given = limits.given || takes_rows ? given_width() : 0;
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, own, *sampler_, masks_.get(),
-                                         ranks ? &*ranks : nullptr, adapters_.get());
+                                         ranks ? &*ranks : nullptr, adapters_.get(), expert_ranks_.get());
   slot_limits_ = SlotLimits{};
   slot_limits_.max_rows = limits.max_rows, slot_limits_.max_outputs = limits.max_outputs;
   slot_limits_.max_slots = limits.max_slots, slot_limits_.max_length = limits.max_length;
@@ -215,16 +219,28 @@ std::pair<int, int> CudaExecutor::warm_up(int count) {
   return counts;
 }
 
+// Tells ranks of experts that a step has ended, also if its plan is rejected, which they do not know.
+struct CudaExecutor::EndOfStep {
+  ExpertRanks* experts;
+  ~EndOfStep() {
+    if (experts) experts->end_step();
+  }
+};
+
 StepOutput CudaExecutor::step(std::string_view plan, bool want_logits) {
+  const EndOfStep end{expert_ranks_.get()};
   check_loaded();
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
 
 bool CudaExecutor::begin(std::string_view plan) {
+  EndOfStep end{expert_ranks_.get()};  // if begin() throws
   check_loaded();
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
-  return decoder_->begin(plan);
+  const bool begun = decoder_->begin(plan);
+  end.experts = nullptr;
+  return begun;
 }
 
 void CudaExecutor::sample() { decoder_->sample(); }
@@ -233,7 +249,10 @@ void CudaExecutor::set_profiling(bool on) {
   if (runner_) runner_->set_profiling(on);
 }
 
-StepOutput CudaExecutor::finish() { return decoder_->finish(); }
+StepOutput CudaExecutor::finish() {
+  const EndOfStep end{expert_ranks_.get()};
+  return decoder_->finish();
+}
 
 void CudaExecutor::stall() {
   device_.use();

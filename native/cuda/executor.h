@@ -39,6 +39,8 @@ class CudaExecutor : public Model {
   // takes the addresses of all ranks, in rank order. seconds: how long the GPU waits for another rank.
   std::string share(int max_rows, int max_outputs, double seconds, bool by_host);
   void connect(const std::vector<std::string>& addresses);
+  // Before allocate(): the connected exchange with ranks of experts, which the program dispatches rows to.
+  void set_exchange(std::shared_ptr<ExpertExchange> exchange) { expert_exchange_ = std::move(exchange); }
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. drafts: a draft model, or
   // the layers of a draft head, on the same GPU and allocated with the same spans.
@@ -91,6 +93,7 @@ class CudaExecutor : public Model {
   std::vector<SpanRange> spans() const;  // of this model and of its drafts
   void make_decoder();
   void check_loaded() const;
+  struct EndOfStep;
 
   const std::shared_ptr<Device> shared_device_;
   Device& device_;
@@ -100,6 +103,8 @@ class CudaExecutor : public Model {
   std::unique_ptr<Exchange> exchange_;
   int shared_rows_ = 0, shared_outputs_ = 0;  // of share()
   bool unloaded_ = false;
+  std::shared_ptr<ExpertExchange> expert_exchange_;
+  std::unique_ptr<ExpertRanks> expert_ranks_;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CudaRunner> runner_;
   std::unique_ptr<SpanStore> host_spans_;

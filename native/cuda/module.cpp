@@ -436,7 +436,7 @@ PYBIND11_MODULE(_cuda, m) {
       },
       py::arg("sequences"), py::arg("max_length"), py::arg("split_bytes"),
       "The most KV splits of a step for whose partial results there is memory. split_bytes: of all KV heads.");
-  m.attr("MOST_RANKS") = kMaxRanks;
+  m.attr("MOST_RANKS") = as::cuda::kMaxRanks;
   m.def(
       "measure_roofline",
       [](int device) {
@@ -497,6 +497,8 @@ PYBIND11_MODULE(_cuda, m) {
       py::arg("sampler"), py::arg("communicator") = nullptr,
       "An executor of another model on the same GPU; the two run in turn. communicator: of the other ranks, if it is "
       "divided; without it the model is whole.");
+  executor.def("set_exchange", &CudaExecutor::set_exchange, py::arg("exchange"),
+               "Sets the connected ExpertExchange of a mixed group, before allocate().");
   bind_kernel_choice(m);
   bind_adapters(m);
   bind_model<CudaExecutor>(executor);

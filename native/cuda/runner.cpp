@@ -24,14 +24,15 @@ CudaRunner::~CudaRunner() {
 }
 
 CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-                       LogitSampler& sampler, Masks* masks, const Ranks* ranks, const Adapters* adapters)
+                       LogitSampler& sampler, Masks* masks, const Ranks* ranks, const Adapters* adapters,
+                       ExpertRanks* experts)
     : device_(device),
       program_(program),
       weights_(weights),
       limits_(limits),
       sampler_(sampler),
       ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt),
-      workspace_(device, program, weights, limits, adapters),
+      workspace_(device, program, weights, limits, adapters, experts),
       times_(program),
       graphs_(device) {
   if (!workspace_.state_pages.empty()) states_.emplace(device, workspace_);
@@ -155,6 +156,7 @@ RunOutput CudaRunner::finish(const Batch& batch) {
   device_.use();
   check(cudaEventSynchronize(sampled_), "a step on the GPU");
   if (ranks_) ranks_->exchange.check_waits();
+  if (workspace_.experts) workspace_.experts->check_waits();
   if (sampling_.timed) add_times(batch);
   RunOutput output;
   const size_t outputs = batch.outputs.size();
@@ -284,6 +286,7 @@ std::pair<int, int> CudaRunner::warm_up(int count) {
       else launch(size, true);
       device_.wait();
       if (ranks_) ranks_->exchange.check_waits();
+      if (workspace_.experts) workspace_.experts->check_waits();
     }
   }
   return {warmed_, all};

@@ -21,12 +21,13 @@ class CudaRunner : public QueuedRunner {
  public:
   // Throws std::invalid_argument that names what this backend does not support. All arguments must outlive the runner,
   // except `ranks`, which is null if there is one rank. Gate and up rows of gated matrices are interleaved
-  // (Weights::pair). adapters: null, or the adapters that rows may use.
+  // (Weights::pair). adapters: null, or the adapters that rows may use. experts: null, or the ranks of experts.
   //
   // A program with ops for adapters is compiled in two forms. Steps in which no row has an adapter run without these
   // ops and with more fusion. A row without an adapter gets the same bits in both.
   CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-             LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr, const Adapters* adapters = nullptr);
+             LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr, const Adapters* adapters = nullptr,
+             ExpertRanks* experts = nullptr);
   ~CudaRunner() override;
 
   void begin(const Batch& batch, bool want_logits) override;

@@ -143,7 +143,7 @@ DeltaShape delta_shape(const Program& program, const OpNode& op) {
 }
 
 Workspace::Workspace(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
-                     const Adapters* adapters)
+                     const Adapters* adapters, ExpertRanks* experts)
     : device(device),
       program(program),
       weights(weights),
@@ -152,6 +152,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       dtype(weights.dtype()),
       needs(needs_of(program, limits)),
       max_splits((limits.max_length + kKvSplitTokens - 1) / kKvSplitTokens),
+      experts(experts),
       kernels(device.chip(dtype)) {
   check_limits();
   if (adapters && adapters->limits.is_dtype16 && adapters->limits.type != dtype)
@@ -169,6 +170,7 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
                program.windows(), limits.num_spans, needs);
   argmax = Memory((size_t)limits.max_outputs * kArgmaxParts * sizeof(Argmax), "argmaxes");
   allocate_expert_rows();
+  allocate_dispatched();
 }
 
 void Workspace::check_limits() const {
@@ -389,6 +391,19 @@ void Workspace::allocate_hidden() {
   own_hidden = Memory(DraftHead::places(limits.max_rows, limits.max_slots, limits.draft_layers) * width * sizeof(float),
                       "hidden states", Memory::Where::lent);
   hidden = own_hidden.as<float>();
+}
+
+// Of rows whose experts other ranks compute: the choices, which the first two arrays of a Routing hold.
+void Workspace::allocate_dispatched() {
+  for (const OpNode& op : program.ops()) {
+    if (!op.is(Op::dispatch_rows)) continue;
+    const auto [found, first] = dispatched.try_emplace(tensors[op.inputs[1]].row_set);
+    if (!first) continue;
+    Routing& routing = found->second;
+    routing.top = program.row_sets()[found->first].times;
+    routing_memory_.emplace_back(routing_bytes(limits.max_rows, routing.top, 1), "choices of experts");
+    place_routing(routing_memory_.back().as(), limits.max_rows, 1, routing);
+  }
 }
 
 void Workspace::allocate_expert_rows() {

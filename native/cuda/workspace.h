@@ -10,6 +10,7 @@
 #include "cuda/kernels/attention/attention.h"
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/recurrent/recurrent.h"
+#include "cuda/memory/expert_memory.h"
 #include "cuda/step/step_data.h"
 #include "cuda/weights/adapters.h"
 #include "cuda/weights/weights.h"
@@ -80,9 +81,10 @@ class Workspace {
   using Size = StepData::Size;
 
   // Throws std::invalid_argument that names what the backend does not support, and std::runtime_error if memory runs
-  // out. All references must outlive the workspace. adapters: null, or the adapters that rows may use.
+  // out. All references must outlive the workspace. adapters: null, or the adapters that rows may use. experts: null,
+  // or the ranks of experts.
   Workspace(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
-            const Adapters* adapters);
+            const Adapters* adapters, ExpertRanks* experts = nullptr);
 
   // The number of entries of a row set in a step with so many rows and outputs.
   int rows_of(int row_set, int rows, int outputs) const;
@@ -117,6 +119,8 @@ class Workspace {
   std::vector<int> groups;                // of all layers (group_of()): one, or two, the larger one first
   int kv_heads = 1;                       // most KV heads of a layer
   std::map<int, ExpertRows> expert_rows;  // by row set
+  std::map<int, Routing> dispatched;      // by row set: the choices that are sent to ranks of experts
+  ExpertRanks* const experts;             // null: none
   KernelTable kernels;
   std::map<int, RotaryTable> rotary_tables;  // by number
   std::optional<StepData> data;
@@ -132,6 +136,7 @@ class Workspace {
   void allocate_scratch();
   void allocate_cache();
   void allocate_expert_rows();
+  void allocate_dispatched();
   void allocate_states();
   void allocate_hidden();
 

@@ -129,7 +129,8 @@ def test_what_is_refused():
 
     refused("needs 4 ranks, one of the model and 3 of experts, but this group has 3", compute_unit="CPU:0+CPU:0,1,2")
     refused("several ranks of the model in a mixed group", compute_unit="CPU:0,1+CPU:0")
-    refused("a GPU in a mixed group", compute_unit="CUDA:0+CPU:0,1")
+    refused("allspark serve --gpus 2 --experts-on cpu", compute_unit="CUDA:2+CPU:0")
+    refused("several ranks of the model in a mixed group", compute_unit="CUDA:0,1+CPU:0")
     refused("speculation='mtp' in a mixed group", compute_unit="CPU:0+CPU:0,1", speculation="mtp")
     refused("lora_names in a mixed group", compute_unit="CPU:0+CPU:0,1", lora_names=["a"])
     for unit in ("CPU:0+CUDA:0", "CPU:0+", "CPU:0+CPU:0+CPU:0"):

@@ -2,6 +2,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/kernels/moe/dispatch.h"
 #include "cuda/ops/fusion.h"
 #include "cuda/ops/linear.h"
 
@@ -89,8 +90,10 @@ int bind_router(Binding& b, size_t i, bool logits) {
   const OpNode& op = b.ops[i];
   const Tensor x = b.in(op), y = b.out(op);
   const auto found = b.workspace.expert_rows.find(y.row_set);
-  if (found == b.workspace.expert_rows.end()) refuse("router of rows that no expert_linear takes");
-  const Routing routing = found->second.routing;
+  const auto sent = b.workspace.dispatched.find(y.row_set);
+  const bool dispatches = sent != b.workspace.dispatched.end();
+  if (found == b.workspace.expert_rows.end() && !dispatches) refuse("router of rows that no expert_linear takes");
+  const Routing routing = dispatches ? sent->second : found->second.routing;
   Router router;
   const int vectors = (int)op.weights.size(), scales = op.flag("expert_scales");
   router.experts = x.rows.width;
@@ -110,11 +113,18 @@ int bind_router(Binding& b, size_t i, bool logits) {
   // The weights are stored with the routing, by row. Other ops cannot read them there.
   const int shares = op.outputs[0];
   for (const OpNode& other : b.workspace.program.ops())
-    if ((has(other.inputs, shares) && !other.is(Op::combine_experts)) ||
+    if ((has(other.inputs, shares) && !other.is(Op::combine_experts) && !other.is(Op::dispatch_rows)) ||
         (has(other.outputs, shares) && !other.is(Op::router)))
       refuse(std::string("op ") + other.spec->name + " of the weights that a router makes");
   const int* where = x.row_set == kAllRows ? b.workspace.data->where(0) : nullptr;
   const GemmArgs p = logits ? logits_of(b, i - 1) : GemmArgs{};
+  if (dispatches) {
+    b.add_launch(x.row_set, [=, queue = b.queue](int rows) {
+      if (logits) gemm_small_n(p, rows, queue);
+      choose_experts(x.values(), router, routing, where, rows, queue);
+    });
+    return 0;
+  }
   const bool row = has_row_kernels_at(b, i), norms = logits && i > 1 && norms_with_router(b, i - 2);
   Binding::Routed& routed = b.routed[y.row_set] = {shares, {}};
   if (row) routed.row = ChosenRow{router, x.values(), where};

@@ -3,6 +3,7 @@
 #include <climits>
 
 #include "cuda/kernels/gemm/gemm_small_n.cuh"
+#include "cuda/kernels/moe/dispatch.h"
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/moe/routing.cuh"
 
@@ -164,11 +165,16 @@ void group_entries(const Routing& routing, int rows, int tile_rows, const Queue&
         rows * routing.top, tile_rows);
 }
 
-void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
-           const Queue& queue) {
+void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
+                    const Queue& queue) {
   constexpr int kWarps = kThreads / 32;
   const size_t shared = kWarps * 2 * router.experts * sizeof(float);
   start(queue, route_kernel, ceil_div(rows, kWarps), kThreads, shared, logits, router, routing, where, rows);
+}
+
+void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
+           const Queue& queue) {
+  choose_experts(logits, router, routing, where, rows, queue);
   group_entries(routing, rows, tile_rows, queue);
 }
 

@@ -1,0 +1,139 @@
+// A message to ranks of experts is written to the host's memory by many CTAs; the last one that ends says that it is
+// there. The sums are read once every rank has answered. Kernels count messages in the GPU's memory, so recorded graphs
+// need nothing from the host.
+#include "cuda/kernels/moe/dispatch.h"
+
+#include <algorithm>
+
+#include "cuda/kernels/common/device.cuh"
+
+namespace as::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kSenders = 32;    // CTAs that write to the host
+constexpr int kReceivers = 64;  // that poll the host's flags
+constexpr int kLooks = 64;      // polls between two reads of the clock
+enum Local { kMessages, kRows, kEnded, kGivenUp };
+
+__device__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ bool has_come(const uint32_t* flag, uint32_t message) {
+  uint32_t seen;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+  return (int32_t)(seen - message) >= 0;
+}
+
+// The host has written these values while this kernel ran.
+__device__ float read_host(const float* from) {
+  float value;
+  asm volatile("ld.relaxed.sys.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ float4 read_host4(const float* from) {
+  float4 v;
+  asm volatile("ld.relaxed.sys.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+__global__ void __launch_bounds__(kThreads) dispatch_kernel(const __grid_constant__ ExpertMemory m, const float* x,
+                                                            int width, Routing routing, const int* where, int rows) {
+  __shared__ bool last;
+  after_previous();
+  const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
+  const size_t values = (size_t)rows * width, entries = (size_t)rows * routing.top;
+  if (width % 4 == 0)
+    for (size_t i = first; i < values / 4; i += stride)
+      reinterpret_cast<float4*>(m.rows)[i] = reinterpret_cast<const float4*>(x)[i];
+  else
+    for (size_t i = first; i < values; i += stride) m.rows[i] = x[i];
+  for (size_t i = first; i < entries; i += stride) m.chosen[i] = routing.entry_of[i], m.shares[i] = routing.shares[i];
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(m.local + kEnded, 1) == gridDim.x - 1;
+    if (last) {
+      __threadfence_system();
+      int there = rows;
+      while (where && there > 0 && where[there - 1] < 0) there--;
+      const uint32_t message = m.local[kMessages] + 1;
+      m.local[kEnded] = 0, m.local[kMessages] = message, m.local[kRows] = (uint32_t)there;
+      *const_cast<volatile int*>(m.sent_rows) = there;
+      asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(m.sent), "r"(message) : "memory");
+    }
+  }
+}
+
+// Once a rank has missed the time limit, all waits end at once. The results are then useless, and the host reports it.
+__device__ void await_rank(const ExpertMemory& m, int r, uint32_t message) {
+  volatile uint32_t* given_up = m.local + kGivenUp;
+  uint64_t began = 0;
+  for (int looks = 1; !has_come(m.returned[r], message); looks++) {
+    if (looks % kLooks) continue;
+    const uint64_t now = nanoseconds();
+    if (looks == kLooks) began = now;
+    if (looks > (1 << 30)) looks = 2 * kLooks;
+    if (*given_up) return;
+    if (now - began <= m.limit) continue;
+    *given_up = 1;
+    *const_cast<volatile int*>(m.failed) = 1 + r;
+    __threadfence_system();
+    return;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    returned_kernel(const __grid_constant__ ExpertMemory m, float* y, int width, int rows) {
+  after_previous();
+  const uint32_t message = m.local[kMessages];
+  const int there = (int)m.local[kRows];
+  if (threadIdx.x < m.ranks) await_rank(m, threadIdx.x, message);
+  __syncthreads();
+  const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
+  const size_t values = (size_t)rows * width, sent = (size_t)there * width;
+  if (width % 4 == 0) {
+    for (size_t i = first; i < values / 4; i += stride) {
+      float4 sum = make_float4(0, 0, 0, 0);
+      if (4 * i < sent) {
+        sum = read_host4(m.sums[0] + 4 * i);
+        for (int r = 1; r < m.ranks; r++) {
+          const float4 next = read_host4(m.sums[r] + 4 * i);
+          sum.x = __fadd_rn(sum.x, next.x), sum.y = __fadd_rn(sum.y, next.y);
+          sum.z = __fadd_rn(sum.z, next.z), sum.w = __fadd_rn(sum.w, next.w);
+        }
+      }
+      reinterpret_cast<float4*>(y)[i] = sum;
+    }
+    return;
+  }
+  for (size_t i = first; i < values; i += stride) {
+    float sum = i < sent ? read_host(m.sums[0] + i) : 0.0f;
+    for (int r = 1; r < m.ranks && i < sent; r++) sum = __fadd_rn(sum, read_host(m.sums[r] + i));
+    y[i] = sum;
+  }
+}
+
+int ctas(int rows, int width, int most) {
+  return std::clamp(ceil_div((int)std::min<int64_t>((int64_t)rows * width, 1 << 24), 4 * kThreads), 1, most);
+}
+
+}  // namespace
+
+void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing, const int* where,
+                   int rows, const Queue& queue) {
+  start(queue, dispatch_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, routing, where, rows);
+}
+
+void returned_sums(const ExpertMemory& memory, float* y, int width, int rows, const Queue& queue) {
+  start(queue, returned_kernel, ctas(rows, width, kReceivers), kThreads, 0, memory, y, width, rows);
+}
+
+}  // namespace as::cuda

@@ -1,0 +1,35 @@
+// The exchange with ranks of experts, which compute on the host's CPUs (comm/expert_exchange.h).
+#pragma once
+#include "cuda/kernels/moe/moe.h"
+
+namespace as::cuda {
+
+constexpr int kMostExpertRanks = 16;
+
+// Host memory that is mapped for the GPU: what it sends, what it receives, and flags.
+struct ExpertMemory {
+  float* rows = nullptr;                            // [rows, width]
+  int* chosen = nullptr;                            // [rows, top]
+  float* shares = nullptr;                          // [rows, top]
+  uint32_t* sent = nullptr;                         // messages so far
+  int* sent_rows = nullptr;                         // of the latest one
+  int ranks = 0;                                    // of experts
+  const float* sums[kMostExpertRanks] = {};         // [rows, width] of each rank
+  const uint32_t* returned[kMostExpertRanks] = {};  // messages that it has answered
+  // In the GPU's memory: messages so far, rows of the latest one, finished CTAs, whether a rank has missed the time
+  // limit.
+  uint32_t* local = nullptr;
+  int* failed = nullptr;  // in host memory: 0, or 1 + the rank of experts that has missed the time limit
+  uint64_t limit = 0;     // ns
+};
+
+// Chooses each row's experts from its logits, as route() does: into routing.entry_of and routing.shares.
+void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
+                    const Queue& queue);
+// Sends rows x [rows, width] and their choices; not the padding rows at the end (where: as of route()).
+void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing, const int* where,
+                   int rows, const Queue& queue);
+// y [rows, width] = the sums of all ranks, added in rank order: ((0 + 1) + 2) + ...; zeros for padding rows.
+void returned_sums(const ExpertMemory& memory, float* y, int width, int rows, const Queue& queue);
+
+}  // namespace as::cuda

@@ -1,0 +1,55 @@
+#include "cuda/memory/expert_memory.h"
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+namespace as::cuda {
+
+ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, double seconds)
+    : device_(device), exchange_(std::move(exchange)), seconds_(seconds) {
+  exchange_->check_connected();
+  const int ranks = exchange_->expert_ranks();
+  if (exchange_->holds_experts() || ranks > kMostExpertRanks)
+    throw std::invalid_argument("a GPU has up to " + std::to_string(kMostExpertRanks) + " ranks of experts, not " +
+                                std::to_string(ranks));
+  device_.use();
+  const auto map = [&](int rank) {
+    blocks_.emplace_back(exchange_->block(rank), exchange_->block_bytes(rank));
+    return blocks_.back().on_gpu();
+  };
+  const ExpertShape& shape = exchange_->shape();
+  char* own = map(0);
+  memory_.sent = reinterpret_cast<uint32_t*>(own + offsetof(ExpertExchange::Dispatch, sent));
+  memory_.sent_rows = reinterpret_cast<int*>(own + offsetof(ExpertExchange::Dispatch, rows));
+  memory_.rows = reinterpret_cast<float*>(own + ExpertExchange::kHeader);
+  memory_.chosen = reinterpret_cast<int*>(memory_.rows + (size_t)shape.rows * shape.width);
+  memory_.shares = reinterpret_cast<float*>(memory_.chosen + (size_t)shape.rows * shape.top);
+  memory_.ranks = ranks;
+  for (int n = 0; n < ranks; n++) {
+    const char* block = map(1 + n);
+    memory_.returned[n] = reinterpret_cast<const uint32_t*>(block);  // the value of Returned::sent
+    memory_.sums[n] = reinterpret_cast<const float*>(block + ExpertExchange::kHeader);
+  }
+  local_ = Memory(64, "a message's state");
+  failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
+  memory_.local = local_.as<uint32_t>(), memory_.failed = failed_.as<int>();
+  memory_.limit = (uint64_t)(seconds * 1e9);
+}
+
+ExpertRanks::~ExpertRanks() {
+  try {
+    device_.use(), device_.wait();        // kernels use the host's memory
+  } catch (const std::runtime_error&) {}  // the device is no longer usable
+}
+
+void ExpertRanks::check_waits() const {
+  const int failed = *const_cast<const volatile int*>(failed_.as<int>());
+  if (failed)
+    throw std::runtime_error("rank 0 waited " + std::to_string((int)seconds_) + " s on its GPU for rank " +
+                             std::to_string(failed) +
+                             " in routed experts: its process has ended, is stopped, or did not run the step; the "
+                             "group is given up");
+}
+
+}  // namespace as::cuda

@@ -1,0 +1,37 @@
+// What a GPU exchanges with ranks of experts, in the host's memory (comm/expert_exchange.h), mapped for its kernels.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "comm/expert_exchange.h"
+#include "cuda/kernels/moe/dispatch.h"
+#include "cuda/memory/device.h"
+#include "cuda/memory/host_block.h"
+
+namespace as::cuda {
+
+class ExpertRanks {
+ public:
+  // The exchange must be connected. seconds: how long a kernel waits for another rank. Throws std::invalid_argument for
+  // more ranks than kernels know, and std::runtime_error if memory cannot be pinned.
+  ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, double seconds);
+  ~ExpertRanks();
+  ExpertRanks(const ExpertRanks&) = delete;
+  ExpertRanks& operator=(const ExpertRanks&) = delete;
+
+  const ExpertMemory& memory() const { return memory_; }
+  const ExpertShape& shape() const { return exchange_->shape(); }
+  // After a step: throws std::runtime_error if a kernel timed out waiting for a rank of experts.
+  void check_waits() const;
+  void end_step() { exchange_->end_step(); }
+
+ private:
+  const Device& device_;
+  const std::shared_ptr<ExpertExchange> exchange_;
+  const double seconds_;
+  std::vector<Pinned> blocks_;  // of all ranks
+  Memory local_, failed_;
+  ExpertMemory memory_;
+};
+
+}  // namespace as::cuda
