@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from reference.rounding import as_bf16
 from reference.toy import ALL, Toy
 
 VOCAB = 53
@@ -138,10 +139,11 @@ class AdaptedExperts:
                 if (index and (not down or expert % 2)) or not begin <= expert < begin + here:
                     continue
                 k, n, rank = (inner if down else width), (width if down else inner), 1 + (11 * target + 5) % MOST_RANK
-                a = (rng.normal(size=(rank, k)) * k**-0.5).astype(np.float32)
-                b = (rng.normal(size=(n, rank)) * rank**-0.5).astype(np.float32)
-                assert filled.set(target, a, "F32", b, "F32", 0.7) == 0
-                pairs[target] = (a.astype(float), 0.7 * b)
+                # Of bfloat16, with a power of two as their scale, so that adapters of either type hold them.
+                a = as_bf16(rng.normal(size=(rank, k)) * k**-0.5).astype(np.float32)
+                b = as_bf16(rng.normal(size=(n, rank)) * rank**-0.5).astype(np.float32)
+                assert filled.set(target, a, "F32", b, "F32", 0.5) == 0
+                pairs[target] = (a.astype(float), 0.5 * b)
             self.native.set_adapter(index, filled)
             known.append(pairs)
         self.reference.set_adapter([known])

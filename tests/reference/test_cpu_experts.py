@@ -78,11 +78,11 @@ def test_rows_that_are_no_numbers():
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gates", toys.ADAPTER_GATES)
 @pytest.mark.parametrize("experts, top, width, inner, part", [
     (1, 1, 1, 1, ()), (3, 2, 7, 5, ()), (10, 3, 97, 31, ()), (33, 8, 64, 40, ()), (10, 3, 24, 16, (3, 5))])
-def test_adapters_of_experts(experts, top, width, inner, part, gates, dtype, tolerance, threads):
+def test_adapters_of_experts(experts, top, width, inner, part, gates, dtype, threads):
     """dtype: of the adapters."""
     own = toys.AdaptedExperts(toy(), lambda own: compiled(own, threads, adapters=3, adapter_rank=toys.MOST_RANK,
                                                           adapter_dtype=dtype),
@@ -92,4 +92,4 @@ def test_adapters_of_experts(experts, top, width, inner, part, gates, dtype, tol
             for slot, (p, adapter) in enumerate(zip(given, which))]
     data = plan(work, [start(slot, p) for slot, p in enumerate(given)])
     found, expected = own.native.step(data, True).logits, own.reference.step(data).logits
-    assert np.abs(found - expected).max() <= tolerance * max(np.sqrt(np.mean(expected**2)), 1e-3)
+    assert np.abs(found - expected).max() <= EXACT * max(np.sqrt(np.mean(expected**2)), 1e-3)

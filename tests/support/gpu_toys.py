@@ -6,6 +6,7 @@ import numpy as np
 
 from allspark_server import _native
 from reference.plan import GIVEN, PROMPT, SAMPLE
+from reference.rounding import as_bf16
 from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
 
 from .seed import SEED
@@ -103,11 +104,6 @@ def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32") -> None:
         chosen = np.take_along_axis(expected.logits, found.tokens[:, None], 1)[:, 0]
         assert (expected.logits.max(1) - chosen <= 1e-4 * scale).all()
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-3)
-
-
-def as_bf16(x: np.ndarray) -> np.ndarray:
-    bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(float)
 
 
 def of_bytes(x: np.ndarray) -> np.ndarray:
