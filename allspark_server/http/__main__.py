@@ -24,8 +24,10 @@ from allspark_server.runtime.binding import die_with_parent, raise_open_files, r
 from .app import Application
 from .bodies import BodyReader
 from .call import HttpWorker
+from .counts import ConnectionCounts
 from .image_urls import ImageFetcher
 from .jobs import Jobs
+from .listener import Server
 from .metrics import Metrics
 from .pool import Pool
 from .protocol import Connection
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 KEEP_ALIVE_SECONDS = 75
 #: how long responses of a worker that another one replaces may take, s
 RETIRED_SECONDS = 3600.0
-BACKLOG = 2048
 #: file descriptors that are not used for connections
 _OTHER_FILES = 256
 _MOST_CONNECTIONS = 50_000
@@ -49,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     """The parser of a worker's command line."""
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=(__doc__ or "").splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
+    p.add_argument("--counts-fd", type=int, required=True, help="a file with the number of connections of each worker")
+    p.add_argument("--number", type=int, required=True, help="this worker's number in it")
     p.add_argument("--alive-fd", type=int, default=-1, help="a pipe that gets a byte a second while the worker answers")
     add_arguments(p, [declared for declared in options_of(WorkerOptions) if declared.worker],
                   lambda declared: declared.effective_default)
@@ -87,12 +90,12 @@ def main() -> None:
     Connection.limit = max(raise_open_files(_MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES, 64)
     config = uvicorn.Config(Application(worker), http=Connection, ws="none", lifespan="on", log_config=None,
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                            backlog=BACKLOG, proxy_headers=bool(a.trusted_proxy),
+                            proxy_headers=bool(a.trusted_proxy),
                             forwarded_allow_ips=a.trusted_proxy)
     config.load()
     if certificates is not None:
         config.ssl = certificates.ssl_context()
-    server = uvicorn.Server(config)
+    server = Server(config, ConnectionCounts(a.counts_fd), a.number)
     _limit_stop(config, a.drain_limit)
 
     def retire(*_: Any) -> None:

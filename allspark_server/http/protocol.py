@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,6 +26,8 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
+        #: called once, when the connection has ended
+        self.at_end: Callable[[], None] | None = None
         self._late: asyncio.TimerHandle | None = None
         self._overhead = 0      # bytes of this request that are not body
 
@@ -40,7 +43,14 @@ class Connection(HttpToolsProtocol):
         """As uvicorn's; stops the time limit."""
         self.idle.pop(self, None)
         self._stop_clock()
+        self.end()
         super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Says that the connection has ended, also if it never began."""
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
 
     def data_received(self, data: bytes) -> None:
         """As uvicorn's; answers 431 if the head is too long."""

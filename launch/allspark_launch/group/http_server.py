@@ -19,6 +19,7 @@ from pathlib import Path
 from allspark_client.types import TlsConfig
 from allspark_server import access
 from allspark_server.certificates import Certificates
+from allspark_server.http.counts import ConnectionCounts, make_file
 from allspark_server.options import WorkerOptions, option, worker_words
 
 from .folders import make_again, private_folder, short_parent
@@ -116,7 +117,8 @@ def _open_unix(address: str, mode: int, group: str) -> tuple[socket.socket, str]
 class _Worker:
     """The place of one process: the process, and when it may be started again."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int, counts: ConnectionCounts) -> None:
+        self._number, self._counts = number, counts
         self.process: subprocess.Popen | None = None
         self.alive = -1             # a pipe that it writes to each second
         self.heard = 0.0            # when it last did, or was started
@@ -124,12 +126,15 @@ class _Worker:
         self.started = self.not_before = 0.0
         self.pause = _FIRST_PAUSE
 
-    def start(self, words: list[str], environment: dict[str, str], listener: int) -> None:
-        """Raises OSError if the system has no process or descriptor left."""
+    def start(self, words: list[str], environment: dict[str, str], files: tuple[int, ...]) -> None:
+        """`files`: descriptors that the process inherits. Raises OSError if the system has no process or descriptor
+        left.
+        """
         alive, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            self.process = subprocess.Popen([*words, "--alive-fd", str(write_end)], env=environment,
-                                            stdin=subprocess.DEVNULL, pass_fds=[listener, write_end])
+            self.process = subprocess.Popen(
+                [*words, "--number", str(self._number), "--alive-fd", str(write_end)], env=environment,
+                stdin=subprocess.DEVNULL, pass_fds=[*files, write_end])
         except BaseException:
             os.close(alive)
             raise
@@ -153,6 +158,8 @@ class _Worker:
         process, self.process = self.process, None
         assert process is not None
         os.close(self.alive)
+        if process.returncode is not None:
+            self._counts.leave(self._number)
         return process
 
 
@@ -172,6 +179,7 @@ class HttpServer:
         self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder),
                              "ALLSPARK_HTTP_PARENT": str(os.getpid())}
         self._workers: list[_Worker] = []
+        self._counts_file = -1
         self._retired: list[subprocess.Popen] = []
         self._out_of_memory = OutOfMemory()
         #: what it runs with, or will after a reload that has begun
@@ -234,6 +242,9 @@ class HttpServer:
             self.drain()
         self.wait(threading.TIMEOUT_MAX)
         self._socket.close()
+        if self._counts_file >= 0:
+            os.close(self._counts_file)
+            self._counts_file = -1
         while self._locks:
             os.close(self._locks.pop())
         if access.is_unix(self.address):
@@ -242,11 +253,15 @@ class HttpServer:
 
     def _take(self, options: HttpOptions) -> None:
         self._options = options
+        before, self._counts_file = self._counts_file, make_file(options.workers)
+        if before >= 0:
+            os.close(before)
         self._words = [sys.executable, "-m", "allspark_server.http", *worker_words(options),
-                       "--fd", str(self._socket.fileno())]
+                       "--fd", str(self._socket.fileno()), "--counts-fd", str(self._counts_file)]
+        connections = ConnectionCounts(self._counts_file)
         self._versions, self._shown = self._file_versions(), self._read_shown()
         self._replaced = [worker for worker in self._workers if worker.process is not None]
-        self._workers = [_Worker() for _ in range(options.workers)]
+        self._workers = [_Worker(number, connections) for number in range(options.workers)]
 
     def _file_versions(self) -> list[tuple[int, ...]]:
         files = (self._options.pool_token_file, self._options.pool_tls_ca)
@@ -305,7 +320,7 @@ class HttpServer:
         try:
             if not self._folder.is_dir():       # logind may have removed it
                 self._locks.append(make_again(self._folder))
-            worker.start(self._words, self._environment, self._socket.fileno())
+            worker.start(self._words, self._environment, (self._socket.fileno(), self._counts_file))
         except OSError as error:        # no process or descriptor is left, for example
             self._note_failure(worker, f"cannot be started: {error}")
 
