@@ -44,10 +44,9 @@ def tensors_of(layers: int, experts: int) -> dict[str, tuple[str, tuple[int, ...
                     "lm_head.weight": ("BF16", (VOCAB, HIDDEN))}
 
 
-def write_checkpoint(directory: Path, layers: int, experts: int) -> int:
-    """Writes it; returns its bytes."""
+def write_tensors(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> int:
+    """Writes random tensors of these types and shapes; returns their bytes."""
     rng, header, at = np.random.default_rng(0), {}, 0
-    tensors = tensors_of(layers, experts)
     for name, (dtype, shape) in tensors.items():
         size = int(np.prod(shape)) * (2 if dtype == "BF16" else 1)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
@@ -56,7 +55,7 @@ def write_checkpoint(directory: Path, layers: int, experts: int) -> int:
     kinds = {"plain": noise.astype(np.uint16).tobytes(), "norm": np.full(1 << 16, 0x3F80, np.uint16).tobytes(),
              "blocks": rng.integers(0, 256, 1 << 25, np.uint8).tobytes(),
              "scales": rng.integers(117, 121, 1 << 22, np.uint8).tobytes()}
-    with open(directory / "model.safetensors", "wb") as file:
+    with open(path, "wb") as file:
         text = json.dumps(header).encode()
         file.write(len(text).to_bytes(8, "little") + text)
         for name, entry in header.items():
@@ -64,6 +63,11 @@ def write_checkpoint(directory: Path, layers: int, experts: int) -> int:
             data = memoryview(kinds[next((kind for kind in ("norm", "blocks", "scales") if kind in name), "plain")])
             while left:
                 left -= file.write(data[:left])
+    return at
+
+
+def write_checkpoint(directory: Path, layers: int, experts: int) -> int:
+    """Writes it; returns its bytes."""
     (directory / "config.json").write_text(json.dumps({
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": layers,
         "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS, "head_dim": HEAD,
@@ -74,7 +78,7 @@ def write_checkpoint(directory: Path, layers: int, experts: int) -> int:
         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                          "original_max_position_embeddings": 4096},
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}}))
-    return at
+    return write_tensors(directory / "model.safetensors", tensors_of(layers, experts))
 
 
 def main() -> None:

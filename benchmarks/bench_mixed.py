@@ -1,0 +1,182 @@
+"""Measures a served mixed group: routed experts on CPUs, the rest of the model on a GPU (or on CPUs).
+
+    bench_mixed.py [gpt-oss-120b|30b-a3b] [--layers 12] [--gpu 0] [--threads 14] [--weight-dtype auto]
+                   [--requests 1,4,16] [--prompts 512,2048] [--folder /dev/shm]
+
+The checkpoint has the model's shape with fewer layers, and random weights. `allspark serve --experts-on cpu` serves it;
+ClientEngine asks.
+
+Decode: so many greedy requests of 200 tokens that begin together; tokens/s of all from when each has its second token.
+Its ceiling: bytes of the experts that a step's rows choose, if each row chooses independently, over the bandwidth at
+which the threads of the experts' rank read. A whole model's tokens/s are those of its layers at the time that a layer
+takes here, with what is not in layers counted once.
+
+Prompts: tokens/s of one request for one token, beside the ceiling of sending all experts' weights to the GPU over PCIe
+once a prompt, at 50 GB/s. They are computed by the CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import bench_gpt_oss
+import numpy as np
+
+from allspark_client import ClientEngine
+from allspark_launch.group.background import background_group
+
+TOKENS, SKIPPED, PCIE = 200, 2, 50e9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A mixture of experts. bits: of an expert's weight, with scales, in the format that is served."""
+
+    layers: int
+    hidden: int
+    inner: int
+    experts: int
+    top: int
+    weight_dtype: str
+    bits: float
+    group_size: int = 0
+
+    def layer_bytes(self, rows: int) -> float:
+        """Bytes of a layer's experts that a step of so many rows reads."""
+        touched = self.experts * (1 - (1 - self.top / self.experts) ** rows)
+        return touched * 3 * self.hidden * self.inner * self.bits / 8
+
+
+SHAPES = {"gpt-oss-120b": Shape(36, 2880, 2880, 128, 4, "auto", 4.25),
+          "30b-a3b": Shape(48, 2048, 768, 128, 8, "int4", 4.5, 64)}
+
+
+def write_qwen3_moe(directory: Path, shape: Shape, layers: int) -> int:
+    """Writes a checkpoint in bfloat16; returns its bytes."""
+    heads, kv_heads, dim, vocab = 32, 4, 128, 151936
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, shape.hidden),
+                                         "lm_head.weight": (vocab, shape.hidden), "model.norm.weight": (shape.hidden,)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for name, size in {"input_layernorm": (shape.hidden,), "post_attention_layernorm": (shape.hidden,),
+                           "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
+                           "self_attn.q_proj": (heads * dim, shape.hidden),
+                           "self_attn.k_proj": (kv_heads * dim, shape.hidden),
+                           "self_attn.v_proj": (kv_heads * dim, shape.hidden),
+                           "self_attn.o_proj": (shape.hidden, heads * dim),
+                           "mlp.gate": (shape.experts, shape.hidden)}.items():
+            sizes[f"{prefix}{name}.weight"] = size
+        for expert in range(shape.experts):
+            for name, size in (("gate_proj", (shape.inner, shape.hidden)), ("up_proj", (shape.inner, shape.hidden)),
+                               ("down_proj", (shape.hidden, shape.inner))):
+                sizes[f"{prefix}mlp.experts.{expert}.{name}.weight"] = size
+    (directory / "config.json").write_text(json.dumps({
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": layers,
+        "hidden_size": shape.hidden, "intermediate_size": 6144, "moe_intermediate_size": shape.inner,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "vocab_size": vocab,
+        "num_experts": shape.experts, "num_experts_per_tok": shape.top, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "max_position_embeddings": 40960, "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False,
+        "eos_token_id": 151645, "torch_dtype": "bfloat16"}))
+    return bench_gpt_oss.write_tensors(directory / "model.safetensors",
+                                       {name: ("BF16", size) for name, size in sizes.items()})
+
+
+def asked(engine: ClientEngine, requests: int, prompt: int, tokens: int, rng: np.random.Generator) -> list[float]:
+    """Seconds from the beginning at which each token of all requests came, in order of requests."""
+    config = {"max_new_tokens": tokens, "early_stopping": False, "do_sample": False}
+    prompts, came, handles = rng.integers(300, 100000, (requests, prompt)).tolist(), [], []
+    began = time.perf_counter()
+    for ids in prompts:
+        _, handle, queue = engine.start_request("m", {"input_ids": ids}, config)
+        handles.append((handle, queue))
+    for handle, queue in handles:
+        while (elements := queue.Get()) is not None:
+            came += [time.perf_counter() - began] * len(elements.ids_from_generate)
+        engine.release_request("m", handle)
+    return came
+
+
+def decode(engine: ClientEngine, requests: int, rng: np.random.Generator) -> float:
+    """Seconds of a step: the median of three runs, each between the second and the last tokens of the first request."""
+    found = []
+    for _ in range(3):
+        came = asked(engine, requests, 32, TOKENS, rng)[:TOKENS]
+        found.append((came[-1] - came[SKIPPED - 1]) / (TOKENS - SKIPPED))
+    return statistics.median(found)
+
+
+def read_bandwidth(cpus: list[int]) -> float:
+    """Bytes/s at which a thread on each of these CPUs reads, together. Measuring pins the caller: a process of its own
+    does it, so that the group may use all CPUs.
+    """
+    words = ("import sys; from allspark_server import _native; cpus = [int(cpu) for cpu in sys.argv[1:]]; "
+             "print(_native.measure_roofline(cpus, len(cpus), 5, 1024)[0])")
+    return float(subprocess.run([sys.executable, "-c", words, *map(str, cpus)], check=True, capture_output=True,
+                                text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", nargs="?", choices=SHAPES, default="gpt-oss-120b")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--gpu", type=int, default=0, help="-1: the model's rank computes on CPUs")
+    parser.add_argument("--threads", type=int, default=0, help="of each rank (default: the launcher's choice)")
+    parser.add_argument("--weight-dtype", default="")
+    parser.add_argument("--requests", default="1,4,16")
+    parser.add_argument("--prompts", default="512,2048")
+    parser.add_argument("--folder", default="/dev/shm")
+    given = parser.parse_args()
+    shape, rng = SHAPES[given.shape], np.random.default_rng(1)
+    cpus = sorted(os.sched_getaffinity(0))
+    threads = given.threads or max(len(cpus) - 2, 1)
+    bandwidth = read_bandwidth(cpus[:threads])
+    numbers = [int(n) for n in given.requests.split(",")]
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        began = time.perf_counter()
+        size = (bench_gpt_oss.write_checkpoint(Path(folder), given.layers, shape.experts)
+                if shape.weight_dtype == "auto" else write_qwen3_moe(Path(folder), shape, given.layers))
+        print(f"{given.shape}, {given.layers} of {shape.layers} layers: {size / 1e9:.1f} GB, written in "
+              f"{time.perf_counter() - began:.0f} s; {threads} threads read {bandwidth / 1e9:.0f} GB/s", flush=True)
+        fields = {"model_name": "m", "model_path": folder, "weight_dtype": given.weight_dtype or shape.weight_dtype,
+                  "weight_group_size": shape.group_size, "engine_max_batch": max(numbers), "engine_max_length": 9000,
+                  "enable_prefix_cache": False, "cache_memory": 4 << 30}
+        file = Path(folder) / "group.json"
+        group_options: dict = {"models": [fields], "experts_on": "cpu"}
+        if given.gpu >= 0:
+            group_options["gpus"] = [given.gpu]
+        if given.threads:
+            group_options["cpus_per_rank"] = given.threads
+        file.write_text(json.dumps(group_options))
+        began = time.perf_counter()
+        with (background_group(["--config", str(file)], verbose=True) as group,
+              ClientEngine(group.addresses[0]) as engine):
+            print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+            asked(engine, 1, 32, 8, rng)
+            for requests in numbers:
+                step = decode(engine, requests, rng)
+                least = given.layers * shape.layer_bytes(requests) / bandwidth
+                whole = shape.layers / given.layers * step
+                print(f"{requests:4d} requests: step {1e3 * step:.2f} ms, {requests / step:.0f} tokens/s, "
+                      f"{least / step:.2f} of the ceiling; whole model at most {1e3 * whole:.1f} ms, "
+                      f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})",
+                      flush=True)
+            for length in (int(n) for n in given.prompts.split(",") if n):
+                seconds = min(asked(engine, 1, length, 1, rng)[0] for _ in range(2))
+                sent = given.layers * shape.layer_bytes(1 << 20) / PCIE
+                print(f"prompt {length}: {1e3 * seconds:.0f} ms, {length / seconds:.0f} tokens/s, whole model "
+                      f"{length / seconds * given.layers / shape.layers:.0f}; weights over PCIe {1e3 * sent:.0f} ms, "
+                      f"{sent / seconds:.2f} of that rate", flush=True)
+
+
+if __name__ == "__main__":
+    main()
