@@ -1,4 +1,6 @@
-"""Images of LLaVA: one square for LLaVA 1.5; the whole image and tiles of it, each a square, for LLaVA-NeXT."""
+"""Images of LLaVA: one square for LLaVA 1.5 and LLaVA-Interleave; the whole image and tiles of it, each a square, for
+LLaVA-NeXT.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,20 @@ _PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]     
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LlavaProcessor(ImageProcessor):
     """`CLIPImageProcessor` of transformers: the shorter side is resized to `side` pixels, and the middle is seen.
+    `SiglipImageProcessor`, unless `cropped`: the whole image is resized to a square.
 
-    A view has a row of zeros before its patches, for the class token, whose output is not an embedding row.
+    leading: rows of zeros before the patches of a view, for the class token, whose output is not an embedding row. If
+    `side` is no multiple of a patch, the tower leaves out what remains.
     """
 
     side: int
+    leading: int
+    cropped: bool = True
 
     def size(self, height: int, width: int, image: EncodedImage) -> tuple[int, int]:
         """See ImageProcessor: of the image before its ends are left out."""
+        if not self.cropped:
+            return self.side, self.side
         longer = int(self.side * max(height, width) / min(height, width))
         if self.side * longer > 3 * MAX_PIXELS:
             raise ValueError(f"has {width} x {height} pixels: with {self.side} on the shorter side it would have more "
@@ -39,7 +47,7 @@ class LlavaProcessor(ImageProcessor):
         pixels = self.decoder.decode(image.content, lambda high, wide: self.size(high, wide, image), self.resample)
         top, left = (int((length - self.side) / 2) for length in pixels.shape[:2])
         view = pixels[top:top + self.side, left:left + self.side]
-        order = np.arange(1, 1 + self.across ** 2, dtype=np.int32)
+        order = np.arange(self.leading, self.outputs, dtype=np.int32)
         return ImageInput(digest, self.rows([view]), (1, self.across, self.across), len(order), order)
 
     @property
@@ -47,13 +55,18 @@ class LlavaProcessor(ImageProcessor):
         """Patches along a side of a view."""
         return self.side // self.patch
 
+    @property
+    def outputs(self) -> int:
+        """Rows of the tower for a view."""
+        return self.leading + self.across ** 2
+
     def rows(self, views: list[np.ndarray]) -> np.ndarray:
         """The rows of patches of views, uint8 [side, side, 3] each."""
-        count = 1 + self.across ** 2
-        found = np.zeros((len(views), count, 3 * self.patch ** 2), np.float32)
+        found = np.zeros((len(views), self.outputs, 3 * self.patch ** 2), np.float32)
+        seen = slice(self.across * self.patch)
         for room, view in zip(found, views):
-            room[1:] = self.cut(view)
-        return found.reshape(len(views) * count, -1)
+            room[self.leading:] = self.cut(view[seen, seen])
+        return found.reshape(len(views) * self.outputs, -1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,11 +114,11 @@ class LlavaNextProcessor(LlavaProcessor):
         """ImageInput.order of an image of this size in tiles that fill `high` x `wide` pixels: the whole image, then
         the rows of the tiles together, without those of padding, each with a row end.
         """
-        across, count = self.across, 1 + self.across ** 2
+        across = self.across
         down_tiles, across_tiles = high // self.side, wide // self.side
         views = 1 + np.arange(down_tiles * across_tiles).reshape(down_tiles, across_tiles)
-        patches = 1 + np.arange(across * across).reshape(across, across)
-        places = (views[:, None, :, None] * count + patches[None, :, None, :]).reshape(down_tiles * across, -1)
+        patches = self.leading + np.arange(across * across).reshape(across, across)
+        places = (views[:, None, :, None] * self.outputs + patches[None, :, None, :]).reshape(down_tiles * across, -1)
         rows, columns = places.shape
         if width / height > columns / rows:
             padding = (rows - int(round(height * (columns / width), 7))) // 2
@@ -118,21 +131,29 @@ class LlavaNextProcessor(LlavaProcessor):
 
 
 def read(settings: Settings, config: Fields) -> LlavaProcessor:
-    """The processor of a checkpoint of LLaVA 1.5 or LLaVA-NeXT with a tower of CLIP."""
-    settings.refuse(do_resize=True, do_center_crop=True)
+    """The processor of a checkpoint of LLaVA or LLaVA-NeXT with a tower of CLIP or SigLIP."""
     tower, fields = config.inner("vision_config"), settings.fields
-    side, patch = tower.get("image_size", int, 336), tower.get("patch_size", int, 14)
-    size, tiled = settings.size({"shortest_edge": side}), config.values.get("model_type") == "llava_next"
-    if size != {"shortest_edge": side} and not (tiled and size == {"height": side, "width": side}):
-        raise fields.error("size", f"is {size}: the vision tower takes {side} x {side} pixels, of a shortest_edge of "
-                                   "as many")
-    if side % patch:
-        raise tower.error("image_size", f"is {side}, not a multiple of patch_size ({patch})")
-    if (crop := settings.number("crop_size", side)) != side:
+    siglip = tower.get("model_type", str, "clip_vision_model") == "siglip_vision_model"
+    side = tower.get("image_size", int, 224 if siglip else 336)
+    patch = tower.get("patch_size", int, 16 if siglip else 14)
+    square = {"height": side, "width": side}
+    tiled = config.values.get("model_type") == "llava_next"
+    resizes = not tiled and fields.get("image_processor_type", str, "Siglip" if siglip else "CLIP").startswith("Siglip")
+    size = settings.size(square if resizes else {"shortest_edge": side})
+    cropped = size == {"shortest_edge": side} and not resizes
+    settings.refuse(do_resize=True, **({"do_center_crop": True} if cropped or tiled else {}))
+    if not cropped and size != square:
+        raise fields.error("size", f"is {size}: the vision tower takes {side} x {side} pixels" + (
+            "" if resizes else ", of a shortest_edge of as many"))
+    if not 0 < patch <= side:
+        raise tower.error("patch_size", f"is {patch}: expected 1 to image_size ({side})")
+    if (cropped or tiled) and (crop := settings.number("crop_size", side)) != side:
         raise fields.error("crop_size", f"is {crop}: the vision tower takes {side} x {side} pixels")
+    mean, std = ([0.5] * 3, [0.5] * 3) if resizes else (CLIP_MEAN, CLIP_STD)
     common: dict[str, Any] = {
         "token": config.get("image_token_index", int, 32000), "patch": patch, "merge": 1, "side": side,
-        "normalization": settings.normalization(CLIP_MEAN, CLIP_STD), "resample": settings.resample(BICUBIC)}
+        "leading": 0 if siglip else 1, "cropped": cropped, "normalization": settings.normalization(mean, std),
+        "resample": settings.resample(BICUBIC)}
     if not tiled:
         settings.refuse(do_pad=False)
         return LlavaProcessor(**common)

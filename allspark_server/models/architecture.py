@@ -55,6 +55,7 @@ class Architecture:
     more: Callable[[Fields], dict[str, Any]] | None = None        # reads further fields of ModelConfig
     translate: Callable[[Fields], Fields] | None = None           # renames the fields of a config.json of its own kind
     tower: Callable[[Fields], ModelConfig] | None = None          # reads the vision tower of models that see
+    no_images_reason: str = ""            # of models that see, of which only the text is served: why images are refused
     draft_head: DraftHead | None = None   # the draft head that checkpoints may bring
     unused: tuple[str, ...] = ()          # how the names of tensors begin that its checkpoints have and it does not use
     stored_as: str = ""                   # the view of the checkpoint's tensors that the graph uses (VIEWS in

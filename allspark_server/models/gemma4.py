@@ -228,5 +228,6 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": Architecture(gemma4, "gemma4", "Gemma 4 that sees", tower=gemma4_tower,
                                                    stored_as="text_part", **_GEMMA4),
     "Gemma4UnifiedForConditionalGeneration": Architecture(
-        gemma4, "gemma4_unified", "Gemma 4 (text part of the unified models)", stored_as="text_part", **_UNIFIED4),
+        gemma4, "gemma4_unified", "Gemma 4 (text part of the unified models)", stored_as="text_part", **_UNIFIED4,
+        no_images_reason="of Gemma 4's unified models, which see without a vision tower, only the text is served"),
 }

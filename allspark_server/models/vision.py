@@ -287,26 +287,29 @@ def _clipped_output(graph: Graph, x: Tensor, name: str, split: Split) -> Tensor:
 
 
 # -- LLaVA -------------------------------------------------------------------------------------------------------------
-def _clip(config: ModelConfig) -> Graph:
-    """LLaVA's tower: CLIP up to a layer before the last one, and a projector of two layers. The class token comes
-    before the patches. Its row is given as zeros, to which its embedding is added.
+def _llava(config: ModelConfig) -> Graph:
+    """LLaVA's tower: CLIP or SigLIP up to a chosen layer, and a projector of two layers. CLIP has a class token before
+    the patches. Its row is given as zeros, to which its embedding is added.
     """
     vision = config.vision
     assert vision is not None
     graph = Graph(config)
-    count, width = vision.leading + vision.side ** 2, config.hidden_size
-    x = _embed_patches(graph, "embeddings.patch_embedding", False)
-    tables = (graph.vector("embeddings.position_embedding.weight", count * width),
-              graph.vector("embeddings.class_embedding", 2 * width))
-    # The second table has the class token's embedding, which an image's first row gets, and zeros for the other rows.
-    graph.op("position_embedding", x, weights=tables, positions=count, separator=0)
-    x = graph.layer_norm(x, "pre_layrnorm", "rows")
+    x = _embed_patches(graph, "embeddings.patch_embedding", vision.patch_bias)
+    if vision.leading:
+        count, width = vision.leading + vision.side ** 2, config.hidden_size
+        tables = (graph.vector("embeddings.position_embedding.weight", count * width),
+                  graph.vector("embeddings.class_embedding", 2 * width))
+        # The second table has the class token's embedding, which an image's first row gets, and zeros for other rows.
+        graph.op("position_embedding", x, weights=tables, positions=count, separator=0)
+        x = graph.layer_norm(x, "pre_layrnorm", "rows")
+    else:
+        _add_positions(graph, x, "embeddings.position_embedding.weight", vision)
     for layer in range(config.num_layers):
         _siglip_layer(graph, x, f"encoder.layers.{layer}", layer, vision.activation)
     return _projected(graph, graph.op("merge_rows", x, out="merged", count=1, how="concat"), vision)
 
 
-BUILDERS = {"clip": _clip, "qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip, "gemma4": _gemma4}
+BUILDERS = {"llava": _llava, "qwen": _qwen, "pixtral": _pixtral, "siglip": _siglip, "gemma4": _gemma4}
 
 
 def _size(fields: Fields, name: str, default: int, most: int = MAX_SIZE) -> int:
@@ -474,28 +477,45 @@ def gemma4_tower(fields: Fields) -> ModelConfig:
                         eps=own.get("rms_norm_eps", float, 1e-6), theta=rope.get("rope_theta", float, 100.0))
 
 
-def clip_tower(fields: Fields, architecture: str) -> ModelConfig:
+#: of LLaVA's towers by their model_type: transformers' defaults of sizes, and the activations, the default first
+_LLAVA_TOWERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "clip_vision_model": ({"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14,
+                           "image_size": 336, "intermediate_size": 4096, "layer_norm_eps": 1e-5},
+                          {"quick_gelu": "quick_gelu", "gelu": "gelu"}),
+    "siglip_vision_model": ({"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "patch_size": 16,
+                             "image_size": 224, "intermediate_size": 3072, "layer_norm_eps": 1e-6},
+                            {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}),
+}
+
+
+def llava_tower(fields: Fields, architecture: str) -> ModelConfig:
     """The tower of a LLaVA checkpoint by its vision_config and the fields beside it."""
     own, text = fields.inner("vision_config"), fields.inner("text_config")
-    if own.get("model_type", str, "clip_vision_model") != "clip_vision_model":
-        raise own.error("model_type", f"is {own.values['model_type']!r}: served are 'clip_vision_model' and, of LLaVA, "
+    kind = own.get("model_type", str, "clip_vision_model")
+    if kind not in _LLAVA_TOWERS:
+        raise own.error("model_type", f"is {kind!r}: served are {', '.join(map(repr, _LLAVA_TOWERS))} and, of LLaVA, "
                                       "'pixtral'")
     _check_projector(fields)
-    if fields.get("vision_feature_select_strategy", str, "default") != "default":
-        raise fields.error("vision_feature_select_strategy", "is not 'default', which alone is served with CLIP")
-    activation = own.get("hidden_act", str, "quick_gelu")
-    if activation not in ("quick_gelu", "gelu"):
-        raise own.error("hidden_act", f"is {activation!r}: served are quick_gelu and gelu")
-    hidden, heads = _even_heads(own, 1024, 16)
-    layers, kept = _size(own, "num_hidden_layers", 24, MAX_LAYERS), fields.values.get("vision_feature_layer", -2)
+    defaults, activations = _LLAVA_TOWERS[kind]
+    # With CLIP the rows of the class token are left out; SigLIP has none.
+    leading, selected = (1, "default") if kind == "clip_vision_model" else (0, "full")
+    if fields.get("vision_feature_select_strategy", str, "default") != selected:
+        raise fields.error("vision_feature_select_strategy", f"is not {selected!r}, which alone is served with {kind}")
+    activation = own.get("hidden_act", str, next(iter(activations)))
+    if activation not in activations:
+        raise own.error("hidden_act", f"is {activation!r}: served are {' and '.join(activations)}")
+    hidden, heads = _even_heads(own, defaults["hidden_size"], defaults["num_attention_heads"])
+    layers = _size(own, "num_hidden_layers", defaults["num_hidden_layers"], MAX_LAYERS)
+    kept = fields.values.get("vision_feature_layer", -2)
     if not isinstance(kept, int) or not -layers <= kept <= layers or kept == 0:
         raise fields.error("vision_feature_layer", f"is {kept!r}: expected one layer of {layers}, such as -2")
-    size = _size(own, "patch_size", 14, 1024)
-    side = _size(own, "image_size", 336) // size
-    outputs = _size(text, "hidden_size", 4096)
+    size = _size(own, "patch_size", defaults["patch_size"], 1024)
+    side = _size(own, "image_size", defaults["image_size"]) // size
     vision = VisionConfig(
-        patch=3 * size * size, merge=1, outputs=outputs, side=side, leading=1, activation=activation, family="clip",
-        tokens=1 + side * side, projector_bias=fields.get("multimodal_projector_bias", bool, True))
-    return tower_config(architecture, vision, hidden=hidden, intermediate=_size(own, "intermediate_size", 4096),
+        patch=3 * size * size, merge=1, outputs=_size(text, "hidden_size", 4096), side=side, leading=leading,
+        activation=activations[activation], family="llava", tokens=leading + side * side, patch_bias=not leading,
+        projector_bias=fields.get("multimodal_projector_bias", bool, True))
+    return tower_config(architecture, vision, hidden=hidden,
+                        intermediate=_size(own, "intermediate_size", defaults["intermediate_size"]),
                         layers=kept if kept > 0 else layers + 1 + kept, heads=heads,
-                        eps=own.get("layer_norm_eps", float, 1e-5))
+                        eps=own.get("layer_norm_eps", float, defaults["layer_norm_eps"]))

@@ -469,7 +469,7 @@ class OpenedModel:
         there is none.
         """
         vision, name = self.graph.config.vision, VisionPart.ROW_END
-        return name if vision is not None and vision.leading and name in self.source.names() else None
+        return name if vision is not None and name in self.source.names() else None
 
 
 def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, Any] | None = None) -> OpenedModel:
@@ -485,7 +485,7 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
         try:
             config = read_config(path, rope_scaling)
             tower = _open_tower(config, source)
-            without_tower = ""
+            without_tower = ARCHITECTURES[config.architecture].no_images_reason
             if tower is None and config.tower is not None:
                 without_tower = f"{source.where()} has no tensors of a vision tower"
                 config = dataclasses.replace(config, tower=None)
@@ -513,10 +513,12 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, 
     graph, of_tower = read_graphs(path)
     params = Path(weights_path) if weights_path else path.with_suffix(".asparam")
     tower = None if of_tower is None else OpenedModel(of_tower, ParamSource(params, TOWER), None)
-    could_see = tower is None and ARCHITECTURES[graph.config.architecture].tower is not None
+    architecture = ARCHITECTURES[graph.config.architecture]
+    without_tower = architecture.no_images_reason
+    if tower is None and architecture.tower is not None:
+        without_tower = f"{path.name} has no vision tower; serialize a checkpoint that has one"
     return OpenedModel(graph, ParamSource(params),
-                       _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent), tower,
-                       f"{path.name} has no vision tower; serialize a checkpoint that has one" if could_see else "")
+                       _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent), tower, without_tower)
 
 
 def _open_tower(config: ModelConfig, source: Source) -> OpenedModel | None:

@@ -167,6 +167,24 @@ def test_logits_and_greedy_output(request, engine_of, references, where, model):
                 assert row.max() - row[found] <= NEAR_TIE * row.std(), f"token {i} of the output"
 
 
+@pytest.mark.parametrize("model", [pytest.param(name, marks=() if name in ("qwen2-vl", "llava-qwen2") else slow)
+                                   for name in CONFIGS])
+def test_rows_of_the_tower(engine_of, references, model):
+    """What a prompt takes for an image, without the text model: the tower's outputs, or, where later layers add more,
+    those of the last one.
+    """
+    engine, reference = engine_of("engine"), references(model)
+    with installed(engine, model) as name:
+        for prompt, images in PROBES[2 * (model == "mistral3")::2]:
+            collect(start(engine, name, (prompt, images))[2])
+            ids, read = engine.served_model(name).input.images.read(placed(model, prompt), images, 10_000, "", None)
+            rows = np.concatenate([read.rows[image.digest] for image in read.inputs])
+            expected = reference.rows(ids, images)
+            own = rows[:, :expected.shape[1]]
+            assert own.shape == expected.shape
+            assert np.abs(own - expected).max() <= 2 * LOGIT_TOLERANCE * expected.std()
+
+
 BITWISE = some({("engine", "qwen2.5-vl"), ("engine", "gemma3"), ("client-2", "qwen3-vl")})
 
 

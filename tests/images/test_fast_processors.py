@@ -20,6 +20,8 @@ QWEN = {"model_type": "qwen3_vl", "image_token_id": 7, "vision_config": {}}
 PIXTRAL = {"image_token_index": 7, "spatial_merge_size": 2,
            "vision_config": {"model_type": "pixtral", "patch_size": 14}}
 LLAVA = {"image_token_index": 7, "vision_config": {"model_type": "clip_vision_model"}}
+SIGLIP = {"image_token_index": 7, "vision_config": {"model_type": "siglip_vision_model", "image_size": 384,
+                                                    "patch_size": 14}}
 SQUARE = {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}}
 QWEN_VIDEO = {"image_token_id": 7, "video_token_id": 8, "vision_config": {}}
 # Class, model, settings, and of what the class takes from its caller.
@@ -35,6 +37,8 @@ CASES = [
     ("Gemma4ImageProcessor", {"model_type": "gemma4", "vision_config": {}}, {}, {}),
     ("CLIPImageProcessor", {"model_type": "llava", **LLAVA}, SQUARE, {}),
     ("LlavaNextImageProcessor", {"model_type": "llava_next", **LLAVA}, SQUARE, {}),
+    ("SiglipImageProcessor", {"model_type": "llava", **SIGLIP},
+     {"image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}}, {}),
 ]
 
 
@@ -52,10 +56,11 @@ def rows_of(processor, result, found):
         assert tuple(result["image_grid_thw"][0]) == found.grid
         return values
     views, down, across = found.grid
-    if found.order is not None:     # of LLaVA, whose views have a row of zeros before their patches
+    if found.order is not None:     # of LLaVA, whose views may have a row of zeros before their patches
+        values = values.reshape(views, 3, *values.shape[-2:])[:, :, :14 * down, :14 * across]
         cut = values.reshape(views, 3, down, 14, across, 14).transpose(0, 2, 4, 1, 3, 5)
         cut = cut.reshape(views, down * across, -1)
-        return np.pad(cut, ((0, 0), (1, 0), (0, 0))).reshape(len(found.patches), -1)
+        return np.pad(cut, ((0, 0), (processor.leading, 0), (0, 0))).reshape(len(found.patches), -1)
     merge, side = processor.merge, processor.patch
     order = np.arange(down * across).reshape(down // merge, merge, across // merge, merge).transpose(0, 2, 1, 3).ravel()
     if "num_soft_tokens_per_image" in result:

@@ -18,6 +18,7 @@ from transformers.models.llava_next.modeling_llava_next import LlavaNextModel
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from allspark_client import AllSparkError
 from support.images import SIZES, EncodedFile, add_image_tokens, encoded, noise, processor_of, resize_as_torchvision
@@ -31,6 +32,8 @@ GEMMA3 = {"model_type": "gemma3", "image_token_index": 7, "boi_token_index": 8, 
           "mm_tokens_per_image": 4, "vision_config": {"patch_size": 14, "image_size": 112}}
 LLAVA = {"model_type": "llava", "image_token_index": 7, "vision_config": {
     "model_type": "clip_vision_model", "image_size": 56, "patch_size": 14}}
+SIGLIP = {"model_type": "llava", "image_token_index": 7, "vision_config": {
+    "model_type": "siglip_vision_model", "image_size": 61, "patch_size": 14}}
 GEMMA4 = {"model_type": "gemma4", "image_token_id": 7, "boi_token_id": 8, "eoi_token_id": 9, "vision_config": {}}
 
 
@@ -157,12 +160,12 @@ def size_within(width, height, tokens):
     return get_aspect_ratio_preserving_size(height, width, 16, 9 * tokens, 3)
 
 
-def views_of(found, patch):
+def views_of(found, patch, leading=1):
     """The pixels of an image's views, without the rows of class tokens: [views, 3, side, side]."""
     views, across, _ = found.grid
     rows = found.patches.reshape(views, -1, 3 * patch * patch)
-    assert not rows[:, 0].any()
-    parts = rows[:, 1:].reshape(views, across, across, 3, patch, patch)
+    assert not rows[:, :leading].any()
+    parts = rows[:, leading:].reshape(views, across, across, 3, patch, patch)
     return parts.transpose(0, 3, 1, 4, 2, 5).reshape(views, 3, across * patch, across * patch)
 
 
@@ -182,27 +185,59 @@ def test_llava(rng, read, monkeypatch):
         processor.process([EncodedFile(encoded(noise(rng, 20000, 1)))])
 
 
-def test_llava_next(rng, read, monkeypatch):
+@pytest.mark.parametrize("settings", [
+    {"image_processor_type": "SiglipImageProcessor", "size": {"height": 61, "width": 61}},
+    {"image_processor_type": "SiglipImageProcessor", "size": {"height": 61, "width": 61}, "resample": 2,
+     "image_mean": [0.4, 0.5, 0.6], "do_center_crop": False}])
+def test_llava_with_siglip(rng, read, monkeypatch, settings):
+    """The whole image becomes a square; the tower leaves out its last 5 rows and columns of pixels."""
+    processor = read(SIGLIP, settings)
+    resize_as_torchvision(monkeypatch)
+    reference = SiglipImageProcessorPil(**settings)
+    for size in [*SIZES, (20000, 1)]:
+        image = noise(rng, *size)
+        found, = processor.process([EncodedFile(encoded(image))])
+        expected = reference(images=[image], return_tensors="np")["pixel_values"]
+        assert expected.shape[2:] == (61, 61) and found.grid == (1, 4, 4) and found.order.tolist() == list(range(16))
+        np.testing.assert_allclose(views_of(found, 14, 0), expected[:, :, :56, :56], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings, problem", [
+    ({"size": {"shortest_edge": 61}}, "'size'.* is .*: the vision tower takes 61 x 61 pixels$"),
+    ({"size": {"height": 61, "width": 60}}, "'size'.* is .*: the vision tower takes 61 x 61 pixels$"),
+    ({"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 60}}, "pixels, of a shortest_edge of as"),
+    ({"image_processor_type": "CLIPImageProcessor", "crop_size": {"height": 60, "width": 60}}, "'crop_size'.* is 60"),
+    ({"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}, "do_center_crop'.* is false: only true"),
+    ({"do_resize": False}, "do_resize'.* is false: only true"),
+])
+def test_settings_of_llava_that_are_refused(read, settings, problem):
+    with pytest.raises(AllSparkError, match=problem):
+        read(SIGLIP, settings)
+
+
+@pytest.mark.parametrize("side, siglip", [(56, False), (61, True)])
+def test_llava_next(rng, read, monkeypatch, side, siglip):
     """Tiles, and which rows of theirs a prompt has: as transformers unpads features of whole numbers."""
-    pinpoints = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 224]]
-    settings = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56},
+    pinpoints = [[side * down, side * across] for down, across in ((1, 2), (2, 1), (2, 2), (3, 1), (1, 4))]
+    settings = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side},
                 "image_grid_pinpoints": pinpoints}
-    processor = read({**LLAVA, "model_type": "llava_next", "image_grid_pinpoints": pinpoints}, settings)
+    model = {**(SIGLIP if siglip else LLAVA), "model_type": "llava_next", "image_grid_pinpoints": pinpoints}
+    processor = read(model, settings)
     resize_as_torchvision(monkeypatch)
     reference = LlavaNextImageProcessorPil(**settings)
-    counts = SimpleNamespace(image_processor=reference, patch_size=14, num_additional_image_tokens=1)
+    counts = SimpleNamespace(image_processor=reference, patch_size=14, num_additional_image_tokens=int(not siglip))
     counts._get_unpadded_features = functools.partial(LlavaNextProcessor._get_unpadded_features, counts)
     for size in [*SIZES, (57, 300), (301, 58), (112, 112), (400, 401)]:
         image = noise(rng, *size)
         found, = processor.process([EncodedFile(encoded(image))])
         expected = reference(images=[image], return_tensors="np")
-        views = views_of(found, 14)
-        np.testing.assert_allclose(views, expected["pixel_values"][0], rtol=1e-6, atol=1e-6)
-        wanted = LlavaNextProcessor._get_number_of_features(counts, *size[::-1], 56, 56)
-        assert found.tokens == len(found.order) == wanted - 1
-        features = torch.arange(len(views) * 17).reshape(len(views), 17)[:, 1:, None]       # those of no class token
+        views, leading = views_of(found, 14, int(not siglip)), int(not siglip)
+        np.testing.assert_allclose(views, expected["pixel_values"][0][:, :, :56, :56], rtol=1e-6, atol=1e-6)
+        wanted = LlavaNextProcessor._get_number_of_features(counts, *size[::-1], side, side)
+        assert found.tokens == len(found.order) == wanted - leading
+        features = torch.arange(len(views) * (16 + leading)).reshape(len(views), -1)[:, leading:, None]
         config = SimpleNamespace(image_grid_pinpoints=pinpoints,
-                                 vision_config=SimpleNamespace(image_size=56, patch_size=14))
+                                 vision_config=SimpleNamespace(image_size=side, patch_size=14))
         packed, _ = LlavaNextModel.pack_image_features(SimpleNamespace(config=config), [features],
                                                        torch.tensor([size[::-1]]), "default", torch.tensor([-1]))
         assert packed[0][:, 0].tolist() == found.order.tolist()

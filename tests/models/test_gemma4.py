@@ -169,6 +169,8 @@ def test_the_text_of_a_model_that_sees(family, tmp_path, caplog):
     with Driver(tmp_path, 1) as driver:
         prompt = prompt_of(129)
         check_logits(driver.generate(prompt, 1)[1][0], reference_logits(checkpoint(name), prompt))
+        refused = "of Gemma 4's unified models, which see without a vision tower, only the text is served"
+        assert driver.info.no_images_reason == (refused if family == "Gemma4Unified" else "")
     assert "does not use" not in caplog.text
 
 

@@ -23,7 +23,7 @@ from support.vision import checkpoint, picture
 
 pytestmark = pytest.mark.skipif(SHARED, reason="ranks that are threads of a process need a GPU each")
 
-NAMES = ("qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", "gemma4", "gemma4-small", "llava")
+NAMES = ("qwen2.5-vl", "qwen3-vl", "mistral3", "gemma3", "gemma4", "gemma4-small", "llava", "llava-next-qwen2")
 CASES = ((len(GPUS), "auto"), (len(GPUS), "w8a8")) if GPUS else (
     (1, "auto"), (2, "auto"), (3, "auto"), (1, "w8a8"), (3, "w8a8"))
 
@@ -32,7 +32,10 @@ def rows(driver: Driver, encoder: ImageEncoder, images, cut) -> list[bytes]:
     """The rows of images that are computed one by one, each in parts that end at cut(begin)."""
     encoder._pace.cut = lambda work, begin: min(max(begin + 1, round(cut(begin))), encoder._pace.end)
     encoder._pace.seconds = lambda work: 1.0
-    futures = [encoder.request("", view, lambda: True) for image in images for view in image.views(image.tokens + 1)]
+    vision = encoder.vision
+    views = [view for image in images
+             for view in image.views(vision.leading + image.grid[1] * image.grid[2] // vision.merge)]
+    futures = [encoder.request("", view, lambda: True) for view in views]
     while encoder.has_work:
         step = encoder.plan()
         results = driver._each(lambda runner, step=step: runner.tower.step(step.plan))

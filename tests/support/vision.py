@@ -36,6 +36,7 @@ _TEXT = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, 
          "num_hidden_layers": 3, "vocab_size": VOCAB, "max_position_embeddings": 2048}
 _IDS = {"image_token_id": PAD, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO}
 PINPOINTS = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 96]]
+ODD_PINPOINTS = [[26, 52], [52, 26], [52, 52], [78, 26], [26, 104]]
 _PROCESSORS: dict[str, dict[str, Any]] = {
     "qwen": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 6, "merge_size": 2,
              "temporal_patch_size": 2, "min_pixels": 144, "max_pixels": 40_000},
@@ -48,6 +49,9 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
               "crop_size": {"height": 36, "width": 36}},
     "llava_next": {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 24},
                    "crop_size": {"height": 24, "width": 24}, "image_grid_pinpoints": PINPOINTS},
+    "llava-qwen2": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 40, "width": 40}},
+    "llava-next-qwen2": {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 26},
+                         "crop_size": {"height": 26, "width": 26}, "image_grid_pinpoints": ODD_PINPOINTS},
 }
 
 
@@ -62,6 +66,7 @@ _PIXTRAL = {"model_type": "pixtral", "hidden_size": 72, "num_hidden_layers": 3, 
 
 _CLIP = {"model_type": "clip_vision_model", "hidden_size": 72, "num_hidden_layers": 4, "num_attention_heads": 3,
          "intermediate_size": 99, "patch_size": 6}
+_SIGLIP = {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
 _GEMMA4 = {"hidden_size": 68, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3,
            "intermediate_size": 99, "head_dim": 20, "patch_size": 6, "position_embedding_size": 300}
 
@@ -103,6 +108,14 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "text_config": {**_MISTRAL, "sliding_window": 100},
         "vision_config": {**_CLIP, "image_size": 24, "hidden_act": "gelu"}, "vision_feature_layer": -1,
         "image_grid_pinpoints": PINPOINTS}),
+    # Sides of 40 and 26 pixels are no multiples of a patch, as the published 384 is no multiple of 14.
+    "llava-qwen2": ("llava", "LlavaForConditionalGeneration", {
+        "text_config": {**_TEXT, "model_type": "qwen2"}, "vision_config": {**_SIGLIP, "image_size": 40},
+        "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+    "llava-next-qwen2": ("llava_next", "LlavaNextForConditionalGeneration", {
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+        "vision_config": {**_SIGLIP, "image_size": 26, "hidden_act": "gelu"}, "image_grid_pinpoints": ODD_PINPOINTS,
+        "vision_feature_select_strategy": "full", "multimodal_projector_bias": False}),
     "gemma3": ("gemma3", "Gemma3ForConditionalGeneration", {
         "text_config": {**_TEXT, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 50,
                         "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -127,7 +140,7 @@ TOGETHER = ("gemma3", "gemma4")
 def checkpoint(name: str) -> Path:
     """Writes a checkpoint of CONFIGS with tokenizer, template and image processor; returns its directory."""
     kind, architecture, fields = CONFIGS[name]
-    family = {"gemma3": "gemma", "gemma4": "gemma4", "mistral3": "pixtral", "llava": name}.get(
+    family = name if name in _PROCESSORS else {"gemma3": "gemma", "mistral3": "pixtral"}.get(
         kind, "qwen" if kind.startswith("qwen") else kind)
     marks = _IDS if family == "qwen" else {"image_token_index": PAD}
     if family == "gemma":
@@ -224,14 +237,15 @@ class Reference:
 
     def _views(self, found: list[ImageInput], images: list[Image]) -> dict[str, torch.Tensor]:
         """The pixels of the images' views, [3, side, side] each."""
-        side, patch = self.processor.side, self.processor.patch
+        side, patch, leading = self.processor.side, self.processor.patch, self.processor.leading
         across, most = side // patch, max(image.grid[0] for image in found)
         pixels = np.zeros((len(found), most, 3, side, side), np.float32)
+        seen = slice(across * patch)        # the tower leaves out what remains
         for room, image in zip(pixels, found):
-            parts = image.patches.reshape(image.grid[0], -1, 3 * patch * patch)[:, 1:]
-            room[:image.grid[0]] = parts.reshape(-1, across, across, 3, patch, patch).transpose(
-                0, 3, 1, 4, 2, 5).reshape(-1, 3, side, side)
-        if self._name == "llava":
+            parts = image.patches.reshape(image.grid[0], -1, 3 * patch * patch)[:, leading:]
+            room[:image.grid[0], :, seen, seen] = parts.reshape(-1, across, across, 3, patch, patch).transpose(
+                0, 3, 1, 4, 2, 5).reshape(-1, 3, across * patch, across * patch)
+        if CONFIGS[self._name][0] == "llava":
             return {"pixel_values": torch.from_numpy(pixels[:, 0])}
         sizes = [Pillow.open(io.BytesIO(image.content)).size[::-1] for image in images]
         return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.tensor(sizes)}
@@ -253,6 +267,18 @@ class Reference:
                                     do_sample=False, eos_token_id=None, output_logits=True,
                                     return_dict_in_generate=True)
         return found.sequences[0, len(ids):].tolist(), torch.cat(found.logits).float().numpy()
+
+    def rows(self, ids: list[int], images: list[Image | Video]) -> np.ndarray:
+        """What the layers of the text model take at the places of images, [rows, hidden size]."""
+        seen: list[torch.Tensor] = []
+
+        def take(module: torch.nn.Module, args: object, given: dict[str, torch.Tensor]) -> None:
+            seen.append(given["inputs_embeds"][0])
+
+        handle = self.model.model.language_model.register_forward_pre_hook(take, with_kwargs=True)
+        self.logits(ids, images)
+        handle.remove()
+        return seen[0][torch.tensor(ids) == PAD].float().numpy()
 
     def logits(self, ids: list[int], images: list[Image | Video]) -> np.ndarray:
         """Logits of all positions, [positions, vocabulary]."""
