@@ -6,7 +6,8 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from allspark_server.models.graph import Graph, Op, Part, Weight
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Op, Part, Weight
 
 _SUFFIX = ".weight"
 # Names of a layer's experts in transformers 5 and before, for families where these differ.

@@ -19,7 +19,8 @@ from allspark_server.models.blocks import (
 )
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_EXPERTS, Fields
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ExpertConfig, ModelConfig
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from allspark_server.models.architecture import Architecture, label_count, reject_other_values, translated
 from allspark_server.models.blocks import begin, classify, dense, embed, linear_of_parts
 from allspark_server.models.fields import MAX_POSITIONS, MAX_SIZE, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Part, Tensor, Weight
 from allspark_server.models.network import EncoderConfig, ModelConfig
 from allspark_server.models.sentence_modules import read_modules
 from allspark_server.weights.files import read_json

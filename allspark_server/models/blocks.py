@@ -6,7 +6,8 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
-from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Part, Tensor, Weight
 from allspark_server.models.network import ExpertConfig, IndexerConfig, LatentConfig, ModelConfig, RopeConfig
 from allspark_server.models.rotary import rotary_of, yarn_mscale
 from allspark_server.weights.shard import Split

@@ -14,7 +14,8 @@ from allspark_server.models.blocks import begin, finish, latent_attention, mlp_o
 from allspark_server.models.draft_heads import next_n_head
 from allspark_server.models.expert_fields import grouped_experts
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_SIZE, Fields
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ExpertConfig, IndexerConfig, LatentConfig, ModelConfig
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from allspark_server.models.blocks import begin, finish
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ModelConfig
 
 #: adds a layer to a graph: the residual stream, the prefix of the names of its tensors, its number

@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass, replace
 
 from allspark_server.models.blocks import begin, gated_mlp, output_projection
-from allspark_server.models.graph import Block, Graph, Op, Part, Weight
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Op, Part, Weight
 from allspark_server.models.network import ModelConfig
 
 PREFIX = "eagle."  # of the names of the head's tensors, beside those of the model

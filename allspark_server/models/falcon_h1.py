@@ -10,7 +10,8 @@ from typing import Any
 from allspark_server.models.architecture import Architecture, reject_other_values
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.fields import MAX_LAYERS, MAX_NUMBER, Fields
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.mamba import expanded_mamba, mamba_mixer
 from allspark_server.models.network import LayerFactors, ModelConfig
 

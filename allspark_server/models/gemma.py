@@ -13,7 +13,8 @@ from allspark_client.errors import not_available
 from allspark_server.models.architecture import Architecture, translated
 from allspark_server.models.blocks import LOCAL, begin, embed, finish, gated_mlp, output_projection, qkv_projection
 from allspark_server.models.fields import Fields
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import EncoderConfig, ModelConfig
 from allspark_server.models.sentence_modules import read_modules
 from allspark_server.models.vision import siglip_tower

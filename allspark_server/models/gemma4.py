@@ -17,7 +17,8 @@ from allspark_server.models.blocks import LOCAL, begin, finish, gated_mlp, route
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, Fields
 from allspark_server.models.gemma import embedding_scale
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ExpertConfig, FullHeads, LayerEmbeddings, ModelConfig
 from allspark_server.models.rope_fields import FULL, SLIDING
 from allspark_server.models.vision import gemma4_tower

@@ -11,7 +11,8 @@ from allspark_server.models.blocks import begin, finish, mlp_or_experts, output_
 from allspark_server.models.draft_heads import next_n_head
 from allspark_server.models.expert_fields import grouped_experts
 from allspark_server.models.fields import Fields
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ModelConfig
 
 

@@ -10,7 +10,8 @@ from allspark_server.models.architecture import Architecture
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection, routed_experts
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import Fields
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ExpertConfig, ModelConfig
 
 #: tensors of all experts of a layer

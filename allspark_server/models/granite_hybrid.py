@@ -11,7 +11,8 @@ from allspark_server.models.blocks import begin, finish, output_projection, qkv_
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_LAYERS, Fields
 from allspark_server.models.granite import STACKS, factors
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.mamba import expanded_mamba, mamba_mixer
 from allspark_server.models.network import ExpertConfig, ModelConfig
 

@@ -11,7 +11,8 @@ from allspark_server.models.architecture import Architecture, label_count, rejec
 from allspark_server.models.bert import add_tables, separator_of
 from allspark_server.models.blocks import begin, classify, dense, embed, gated, sliced_qkv
 from allspark_server.models.fields import Fields
-from allspark_server.models.graph import Graph, Part, Tensor, Weight
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Part, Tensor, Weight
 from allspark_server.models.network import EncoderConfig, ModelConfig
 from allspark_server.models.sentence_modules import read_modules
 

@@ -19,7 +19,8 @@ from allspark_server.models.blocks import (
 )
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_LAYERS, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Part, Tensor
 from allspark_server.models.network import ConvConfig, ExpertConfig, ModelConfig
 from allspark_server.weights.shard import Split
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from allspark_server.models.blocks import linear_of_parts
 from allspark_server.models.fields import MAX_HEAD_DIM, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Part, Tensor
 from allspark_server.models.network import MambaConfig
 from allspark_server.weights.shard import Split
 

@@ -12,7 +12,8 @@ from allspark_server.models.architecture import Architecture, reject_other_value
 from allspark_server.models.blocks import begin, finish, output_projection, plain_mlp, qkv_projection, routed_experts
 from allspark_server.models.expert_fields import grouped_experts
 from allspark_server.models.fields import MAX_LAYERS, Fields
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.mamba import mamba_config, mamba_mixer
 from allspark_server.models.network import ExpertConfig, ModelConfig
 from allspark_server.weights.shard import Split

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from allspark_server.models.architecture import Architecture, with_classifiers
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ModelConfig
 
 

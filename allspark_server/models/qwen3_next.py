@@ -20,7 +20,8 @@ from allspark_server.models.blocks import (
 from allspark_server.models.draft_heads import mtp_head
 from allspark_server.models.expert_fields import qwen_experts
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Part, Tensor
 from allspark_server.models.network import DeltaConfig, ExpertConfig, ModelConfig
 from allspark_server.models.vision import qwen_tower
 from allspark_server.weights.shard import Split

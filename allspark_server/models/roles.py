@@ -10,7 +10,8 @@ import copy
 from collections.abc import Iterator
 
 from allspark_server.models.cache_groups import CacheGroup
-from allspark_server.models.graph import ALL_ROWS, Graph, Op
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import ALL_ROWS, Op
 
 
 def model_part(graph: Graph) -> Graph:

@@ -20,7 +20,8 @@ from allspark_server.models.blocks import (
     sliced_qkv,
 )
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_PATCHES, MAX_SIZE, Fields
-from allspark_server.models.graph import Block, Graph, Part, Tensor, Weight, in_groups
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Part, Tensor, Weight, in_groups
 from allspark_server.models.network import EncoderConfig, ModelConfig, RopeConfig, VisionConfig
 from allspark_server.models.rotary import Rotary, rotary_of
 from allspark_server.weights.shard import Split

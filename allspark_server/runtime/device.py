@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from allspark_client.config import UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.graph import OUTPUT_ROWS, Graph, Op
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import OUTPUT_ROWS, Op
 from allspark_server.runtime.binding import GROUP_GPUS
 from allspark_server.runtime.chip_costs import chip_costs
 from allspark_server.runtime.memory import available_memory, bound_nodes

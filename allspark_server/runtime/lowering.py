@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Graph, Op
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import ALL_ROWS, OUTPUT_ROWS, Op
 from allspark_server.models.ops import Attribute, op_spec
 from allspark_server.runtime.native import native_library
 

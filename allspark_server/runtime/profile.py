@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from allspark_server.models.graph import Graph, Op
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Op
 from allspark_server.runtime.memory import available_memory
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.weights.formats import WeightFormat

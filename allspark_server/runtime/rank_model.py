@@ -13,7 +13,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
 from allspark_server.models.adapters import Target, with_adapters
 from allspark_server.models.eagle import with_joined_layers
-from allspark_server.models.graph import Weight
+from allspark_server.models.graph_elements import Weight
 from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks

@@ -22,7 +22,8 @@ from allspark_server.runtime.rank_model import RankModel
 from allspark_server.weights.asgraph import to_float32
 
 if TYPE_CHECKING:
-    from allspark_server.models.graph import Graph, Op
+    from allspark_server.models.graph import Graph
+    from allspark_server.models.graph_elements import Op
     from allspark_server.runtime.device import Device
     from allspark_server.weights.checkpoint import OpenedModel
     from allspark_server.weights.loader import Progress

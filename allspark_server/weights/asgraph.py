@@ -16,7 +16,9 @@ from google.protobuf.message import DecodeError, Message
 
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
+from allspark_server.models.cache_groups import CacheGroup
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import ALL_ROWS, OUTPUT_ROWS, Block, Op, Part, Weight
 from allspark_server.models.network import (
     EncoderConfig,
     ExpertConfig,

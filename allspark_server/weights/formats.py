@@ -12,7 +12,8 @@ from allspark_client.config import GROUP_SIZES, UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, nearest_name
 
 if TYPE_CHECKING:
-    from allspark_server.models.graph import Graph, Weight
+    from allspark_server.models.graph import Graph
+    from allspark_server.models.graph_elements import Weight
 
 SMALLEST_GROUP = 8  # the smallest group along K that the kernels support
 # Suffixes of the tensors that belong to a quantized tensor, after its name.

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.models.graph import Graph, Part, Weight
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Part, Weight
 from allspark_server.weights.asgraph import to_float32
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import WeightFormat, not_numbers

@@ -9,7 +9,8 @@ import pytest
 from google.protobuf import text_format
 
 from allspark_client.errors import AllSparkError
-from allspark_server.models.graph import Block, Graph, Part, Weight
+from allspark_server.models.graph import Graph
+from allspark_server.models.graph_elements import Block, Part, Weight
 from allspark_server.models.network import ModelConfig, RopeConfig
 from allspark_server.models.rotary import Rotary
 from allspark_server.weights.asgraph import from_message, read_graph, to_message, write_graph

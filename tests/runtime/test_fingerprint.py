@@ -18,7 +18,7 @@ from allspark_server import HuggingFaceModel, _native
 from allspark_server.engine.fingerprint import fingerprint
 from allspark_server.engine.prompt_images import ImageStage
 from allspark_server.images import read_processor
-from allspark_server.models.graph import Op
+from allspark_server.models.graph_elements import Op
 from allspark_server.runtime import digest
 from allspark_server.weights.checkpoint import model_hash, open_model
 from allspark_server.weights.formats import WeightFormat
