@@ -379,7 +379,7 @@ class Engine(AbstractEngine):
     def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
         """See AbstractEngine."""
         from ..weights.asgraph import VERSION, read_graph
-        from ..weights.checkpoint import ParamSource
+        from ..weights.sources import ParamSource
 
         read_graph(Path(as_graph_path))  # raises if this build does not read its version
         params = ParamSource(Path(as_param_path))

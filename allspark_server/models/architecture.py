@@ -59,7 +59,7 @@ class Architecture:
     draft_head: DraftHead | None = None   # the draft head that checkpoints may bring
     unused: tuple[str, ...] = ()          # how the names of tensors begin that its checkpoints have and it does not use
     stored_as: str = ""                   # the view of the checkpoint's tensors that the graph uses (VIEWS in
-                                          # weights/checkpoint.py); "": the tensors as they are
+                                          # weights/views.py); "": the tensors as they are
 
 
 def translated(fields: Fields, **values: Any) -> Fields:

@@ -1,5 +1,5 @@
 """Baichuan and Baichuan 2: Llama's network with queries, keys and values as one tensor; 13B with ALiBi (Press et al.,
-2022) instead of rotary embedding. Loading normalizes the rows of Baichuan 2's head (weights/checkpoint.py).
+2022) instead of rotary embedding. Loading normalizes the rows of Baichuan 2's head (weights/views.py).
 """
 
 from __future__ import annotations

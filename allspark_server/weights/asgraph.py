@@ -49,8 +49,9 @@ from allspark_server.weights.safetensors import StoredTensor, aligned, write_saf
 from allspark_server.weights.shard import Split
 
 if TYPE_CHECKING:
-    from allspark_server.weights.checkpoint import OpenedModel, Source
+    from allspark_server.weights.checkpoint import OpenedModel
     from allspark_server.weights.quantized import QuantizedTensor
+    from allspark_server.weights.sources import Source
 
 VERSION, QUANTIZED_VERSION = 1, 2
 PARAM_FORMAT = "asparam-1"

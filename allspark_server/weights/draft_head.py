@@ -10,7 +10,8 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.draft_heads import DraftHead, head_config
 from allspark_server.models.registry import ARCHITECTURES
-from allspark_server.weights.checkpoint import OpenedModel, Source, quantized_graph
+from allspark_server.weights.checkpoint import OpenedModel, quantized_graph
+from allspark_server.weights.sources import Source
 
 SAMPLED_ROWS = 64  # rows by which two output matrices are compared: no output depends on the answer
 

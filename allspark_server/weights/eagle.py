@@ -15,9 +15,11 @@ from allspark_server.models.eagle import COLUMNS, JOINS, PREFIX, EagleHead, eagl
 from allspark_server.models.fields import Fields
 from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
-from allspark_server.weights.checkpoint import Changed, OpenedModel, Source, open_weights
+from allspark_server.weights.checkpoint import OpenedModel
 from allspark_server.weights.files import read_json
 from allspark_server.weights.safetensors import StoredTensor
+from allspark_server.weights.sources import Source, open_weights
+from allspark_server.weights.views import Changed
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 NORMS = ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm", "midlayer.post_attention_layernorm")

@@ -10,10 +10,11 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import ModelConfig
 from allspark_server.weights.asgraph import from_float32
-from allspark_server.weights.checkpoint import Changed, Source
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.gpu_forms import recovered
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
+from allspark_server.weights.sources import Source
+from allspark_server.weights.views import Changed
 
 
 class HeadProjections(Changed):

@@ -25,12 +25,13 @@ from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.tokenizer.vocabularies import JSON, vocabulary_file
 from allspark_server.weights.asgraph import STORED_TYPES, read_graphs, write_graph, write_params
-from allspark_server.weights.checkpoint import OpenedModel, Source, open_model
+from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.files import open_regular, read_json, replacing
 from allspark_server.weights.formats import Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
 from allspark_server.weights.safetensors import ITEM_BYTES
+from allspark_server.weights.sources import Source
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Graph
 from allspark_server.models.graph_elements import Part, Weight
 from allspark_server.weights.asgraph import to_float32
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import WeightFormat, not_numbers
 from allspark_server.weights.gpu_forms import mxfp4_rows, recoded, recovered
 from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor, aligned
+from allspark_server.weights.sources import Source
 
 logger = logging.getLogger(__name__)
 

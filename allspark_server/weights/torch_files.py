@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.files import open_regular
 from allspark_server.weights.safetensors import StoredTensor
+from allspark_server.weights.sources import Source
 
 
 class TorchSource(Source):

@@ -15,8 +15,9 @@ from allspark_server.models import build_graph, read_config
 from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 from allspark_server.weights.asgraph import read_graph, to_message, write_graph, write_params
-from allspark_server.weights.checkpoint import ParamSource, open_model, open_weights
+from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
+from allspark_server.weights.sources import ParamSource, open_weights
 from fuzz import mutate
 from fuzz.target import CONFIG, REFUSALS, ROPES, Target, tensors_of
 

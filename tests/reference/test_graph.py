@@ -14,11 +14,12 @@ from allspark_server.models.graph_elements import Block, Part, Weight
 from allspark_server.models.network import ModelConfig, RopeConfig
 from allspark_server.models.rotary import Rotary
 from allspark_server.weights.asgraph import from_message, read_graph, to_message, write_graph
-from allspark_server.weights.checkpoint import OpenedModel, open_weights
+from allspark_server.weights.checkpoint import OpenedModel
 from allspark_server.weights.formats import ScaleLayout, StoredQuantization, WeightFormat
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.safetensors import write_safetensors
 from allspark_server.weights.shard import Split
+from allspark_server.weights.sources import open_weights
 from reference.loading import loaded, runner_of
 from reference.ops import gelu_tanh, rms, sigmoid, softmax
 from reference.test_attention_toy import dense

@@ -24,10 +24,10 @@ SIMPLE = {
 # Each call names a file in its own way: {path} is the hostile one, {folder} holds it under every name of a checkpoint.
 CALLS = {
     "graph": "from allspark_server.weights.asgraph import read_graph; read_graph(Path(path))",
-    "params": "from allspark_server.weights.checkpoint import ParamSource; ParamSource(Path(path))",
+    "params": "from allspark_server.weights.sources import ParamSource; ParamSource(Path(path))",
     "model": "from allspark_server.weights.checkpoint import open_model; open_model(path)",
     "config": "from allspark_server.models import read_config; read_config(folder)",
-    "weights": "from allspark_server.weights.checkpoint import open_weights; open_weights(Path(folder))",
+    "weights": "from allspark_server.weights.sources import open_weights; open_weights(Path(folder))",
     "tokenizer": "from allspark_server.tokenizer.tokenizer import Tokenizer; Tokenizer.from_dir(folder)",
 }
 CHILD = """
@@ -168,7 +168,7 @@ def test_nested_safetensors_header(tmp_path):
 
 def test_tensor_that_repeats_what_a_torch_file_holds(tmp_path):
     torch = pytest.importorskip("torch")
-    from allspark_server.weights.checkpoint import open_weights
+    from allspark_server.weights.sources import open_weights
 
     torch.save({"a": torch.zeros(1).expand(1 << 20, 1 << 20)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(AllSparkError, match="tensor 'a' in .*pytorch_model.bin is not stored whole"):

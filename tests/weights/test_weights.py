@@ -13,10 +13,11 @@ import pytest
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server import HuggingFaceModel
 from allspark_server.weights.asgraph import from_float32, read_graph, to_float32, to_message
-from allspark_server.weights.checkpoint import open_model, open_weights
+from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.loader import Loader, unquantized_type
 from allspark_server.weights.safetensors import SafetensorsFile, aligned, write_safetensors
 from allspark_server.weights.shard import Split, split
+from allspark_server.weights.sources import open_weights
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

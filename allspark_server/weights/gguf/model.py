@@ -13,12 +13,12 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import Fields, ModelConfig, RopeConfig, config_of
 from allspark_server.models.rotary import rotary_of
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.common_form import converted
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.gguf.file import GgufFile, GgufTensor
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.safetensors import QUANTIZED_TYPES, StoredTensor
+from allspark_server.weights.sources import Source
 
 # general.architecture -> config.json's "architectures" without and with experts.
 ARCHITECTURES = {

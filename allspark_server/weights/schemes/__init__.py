@@ -10,13 +10,13 @@ from typing import Any
 
 from allspark_client.errors import not_available
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.schemes.bitsandbytes import BitsAndBytes
 from allspark_server.weights.schemes.compressed import CompressedTensors
 from allspark_server.weights.schemes.float8 import BlockFloat8
 from allspark_server.weights.schemes.gptq import Awq, Gptq
 from allspark_server.weights.schemes.mxfp4 import Mxfp4
 from allspark_server.weights.schemes.scheme import QuantizedSource, Scheme
+from allspark_server.weights.sources import Source
 
 SCHEMES: dict[str, type[Scheme]] = {
     "gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": BlockFloat8, "fbgemm_fp8": BlockFloat8,

@@ -14,11 +14,11 @@ import numpy as np
 
 from allspark_client.errors import not_available
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.files import parse_json
 from allspark_server.weights.formats import SMALLEST_GROUP, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.schemes.scheme import check_finite, need, wrong
+from allspark_server.weights.sources import Source
 
 STATE, SCALES = ".weight.quant_state.bitsandbytes__nf4", ".SCB"
 _PARTS = (".weight", ".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", STATE,

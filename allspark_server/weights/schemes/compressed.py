@@ -15,7 +15,6 @@ import numpy as np
 
 from allspark_client.errors import not_available
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_quants
 from allspark_server.weights.safetensors import StoredTensor
@@ -30,6 +29,7 @@ from allspark_server.weights.schemes.scheme import (
     need,
     wrong,
 )
+from allspark_server.weights.sources import Source
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import SMALLEST_GROUP, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.safetensors import StoredTensor
 from allspark_server.weights.schemes.scheme import SCALE_NAMES, check_finite, need
+from allspark_server.weights.sources import Source
 
 
 def block_of(config: Fields, name: str) -> tuple[int, int] | None:

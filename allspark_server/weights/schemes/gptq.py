@@ -14,7 +14,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor, reordered, unpack_quants
 from allspark_server.weights.safetensors import StoredTensor
@@ -27,6 +26,7 @@ from allspark_server.weights.schemes.scheme import (
     groups_of,
     need,
 )
+from allspark_server.weights.sources import Source
 
 _DTYPES = {4: "int4", 8: "int8"}
 _ONES = {4: 0x11111111, 8: 0x01010101}

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import InterleavedExperts, Source
 from allspark_server.weights.formats import MXFP4_BLOCK as BLOCK, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.schemes.scheme import need, wrong
+from allspark_server.weights.sources import Source
+from allspark_server.weights.views import InterleavedExperts
 
 _NAN = 255
 # The scale of each byte, 2^(byte - 127), as bits of bfloat16. The smallest is subnormal.

@@ -10,11 +10,12 @@ import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import Fields
-from allspark_server.weights.checkpoint import Changed, Source
 from allspark_server.weights.common_form import converted
 from allspark_server.weights.formats import SCALE_TYPES, SMALLEST_GROUP, WeightFormat
 from allspark_server.weights.quantized import QuantizedTensor, checked_order
 from allspark_server.weights.safetensors import StoredTensor
+from allspark_server.weights.sources import Source
+from allspark_server.weights.views import Changed
 
 SCALE_NAMES = {kind: name for name, kind in SCALE_TYPES.items()}
 WEIGHT = ".weight"
