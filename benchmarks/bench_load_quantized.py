@@ -30,7 +30,7 @@ from allspark_server import _native
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.formats import wanted_formats
 from allspark_server.weights.loader import Loader, unquantized_type
-from support.checkpoints import VOCAB
+from support.gemma4 import VOCAB
 from support.gguf_files import gguf_name, random_blocks, tokens_of, write_gguf
 from support.quantized_checkpoints import SCHEMES, awq, compressed, float4, gptq, nf4, write_safetensors
 

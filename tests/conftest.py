@@ -41,7 +41,8 @@ ENGINES = ("engine", "client-1", "client-2", "async-1")
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen2 checkpoint with awkward sizes and a tokenizer."""
-    from support.checkpoints import VOCAB, checkpoint
+    from support.checkpoints import checkpoint
+    from support.gemma4 import VOCAB
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     shutil.copytree(checkpoint("qwen2-gqa-tied"), directory)

@@ -220,7 +220,7 @@ def test_refused():
 def names():
     pytest.importorskip("torch")
     pytest.importorskip("transformers.models.glm4_moe_lite")
-    from support.checkpoints import LATENT
+    from support.tiny_configs import LATENT
     return LATENT
 
 
@@ -228,7 +228,8 @@ def wide_rows(directory, heads=5, name="deepseek-v3"):
     """A tiny DeepSeek-V3 with rows of 512 + 64 features, as the published ones have; or a V3.2 whose indexer's heads
     have as many features as published ones.
     """
-    from support.checkpoints import INDEXED, LATENT, Spec, write_checkpoint
+    from support.checkpoints import write_checkpoint
+    from support.tiny_configs import INDEXED, LATENT, Spec
 
     tiny = LATENT[name]
     sizes = {"index_n_heads": 64, "index_head_dim": 128} if name in INDEXED else {}

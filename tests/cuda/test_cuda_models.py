@@ -12,10 +12,11 @@ import torch
 
 from allspark_client.errors import AllSparkError
 from allspark_launch.group.background import shipped_model
-from support.checkpoints import CONFIGS, STORED, check_logits, checkpoint, prompt_of, reference_logits
+from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver
 from support.greedy import check_greedy, reference_greedy
 from support.published import PUBLISHED, Published, write
+from support.tiny_configs import CONFIGS, STORED
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}

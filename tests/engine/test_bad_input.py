@@ -26,7 +26,8 @@ from allspark_client import (
     GenerateConfig,
     GenerateRequestStatus,
 )
-from support.checkpoints import VOCAB, prompt_of
+from support.checkpoints import prompt_of
+from support.gemma4 import VOCAB
 
 NAME = "bad-input"
 PROMPT = prompt_of(20)

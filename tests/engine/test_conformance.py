@@ -27,7 +27,8 @@ from allspark_client import (
     RequestStatInfo,
     TargetDevice,
 )
-from support.checkpoints import VOCAB, prompt_of
+from support.checkpoints import prompt_of
+from support.gemma4 import VOCAB
 from support.greedy import check_greedy_output
 from support.units import UNIT
 

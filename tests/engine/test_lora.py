@@ -12,6 +12,7 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_server import Engine, HuggingFaceModel
 from allspark_server.runtime.plan import SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.driver import Driver
+from support.tiny_configs import CONFIGS, DENSE
 from support.units import UNIT
 from support.waiting import wait_for
 
@@ -22,7 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 NAME = "qwen2-gqa-tied"
-EVERY = sorted({**checkpoints.CONFIGS, **checkpoints.DENSE})
+EVERY = sorted({**CONFIGS, **DENSE})
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 MLP_FUSED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"]
 

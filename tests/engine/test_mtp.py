@@ -24,7 +24,8 @@ from allspark_server.scheduler import PredictedText, state
 from allspark_server.scheduler.speculation import DraftLengths
 from support import draft_heads, eagle_heads, quantized_checkpoints
 from support.adapters import write_adapter
-from support.checkpoints import VOCAB, checkpoint, prompt_of
+from support.checkpoints import checkpoint, prompt_of
+from support.gemma4 import VOCAB
 from support.invariance import PENALTIES, bits
 from support.units import UNIT
 

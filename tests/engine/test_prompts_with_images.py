@@ -28,8 +28,9 @@ from allspark_server import HuggingFaceModel
 from allspark_server.runtime.device import Cpus
 from allspark_server.runtime.rank_model import RankModel
 from allspark_server.weights.asgraph import graphs_of, read_graphs
-from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE, VOCAB
+from support.checkpoints import LOGIT_TOLERANCE, NEAR_TIE
 from support.driver import Driver
+from support.gemma4 import VOCAB
 from support.gguf_files import write_pair
 from support.invariance import bits
 from support.units import UNIT

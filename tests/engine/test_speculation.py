@@ -16,8 +16,9 @@ from allspark_client import AbstractEngine, AllSparkError, AsModelConfig
 from allspark_server import Engine
 from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
-from support.checkpoints import CONFIGS, Spec, checkpoint, prompt_of, write_checkpoint
+from support.checkpoints import checkpoint, prompt_of, write_checkpoint
 from support.invariance import PENALTIES, bits
+from support.tiny_configs import CONFIGS, Spec
 from support.units import GPUS, SHARED, UNIT
 
 MODEL, NEW_TOKENS, SPAN = "qwen2-gqa-tied", 40, 16

@@ -11,8 +11,9 @@ pytest.importorskip("torch")
 
 from allspark_launch.group.background import background_group
 from support.adapters import write_adapter
-from support.checkpoints import VOCAB, checkpoint
+from support.checkpoints import checkpoint
 from support.endpoint_picker import read
+from support.gemma4 import VOCAB
 from support.http_helpers import KEYS, http_server_for, token_file
 from support.tiny_tokenizer import add_tokenizer
 

@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 
 from allspark_client import AsModelConfig, ClientEngine
 from allspark_launch.group.background import background_group
-from support.checkpoints import VOCAB, checkpoint
+from support.checkpoints import checkpoint
+from support.gemma4 import VOCAB
 from support.http_helpers import http_server_for
 from support.tiny_tokenizer import add_tokenizer
 from support.waiting import wait_for

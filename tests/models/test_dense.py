@@ -24,18 +24,11 @@ from allspark_server.models.rotary import rotary_of
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.safetensors import write_safetensors
 from reference.loading import logits_after, model_runner
-from support.checkpoints import (
-    DENSE,
-    PROMPT_LENGTHS,
-    check_logits,
-    checkpoint,
-    prompt_of,
-    reference_logits,
-    reference_model,
-)
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits, reference_model
 from support.driver import Driver, together
 from support.greedy import Greedy, check_greedy, check_greedy_output
 from support.published import PUBLISHED
+from support.tiny_configs import DENSE
 
 FIRST = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")  # one of each kind of network
 SECOND = ("seed-oss-plain", "granite-biases", "ernie-biases", "hunyuan-biases")

@@ -8,8 +8,9 @@ torch = pytest.importorskip("torch")
 
 from allspark_client import AllSparkError, AsModelConfig
 from support import draft_heads, eagle_heads
-from support.checkpoints import VOCAB, checkpoint
+from support.checkpoints import checkpoint
 from support.driver import Driver
+from support.gemma4 import VOCAB
 
 slow = pytest.mark.slow
 WAYS = {"whole": ({}, "llama-linear"),

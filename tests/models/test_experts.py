@@ -18,9 +18,10 @@ from allspark_server.models import read_config
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.safetensors import write_safetensors
 from reference.loading import logits_after, model_runner
-from support.checkpoints import EXPERTS, PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver, together
 from support.greedy import check_greedy_output
+from support.tiny_configs import EXPERTS
 
 slow = pytest.mark.slow
 QUICK = [pytest.param(name, marks=slow) if name.endswith("-plain") else name for name in EXPERTS]

@@ -26,7 +26,6 @@ from allspark_server.runtime.device import Cpus, Gpu
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
 from support.checkpoints import (
-    GEMMA4,
     PROMPT_LENGTHS,
     check_logits,
     checkpoint,
@@ -37,6 +36,7 @@ from support.checkpoints import (
 )
 from support.driver import Driver, together
 from support.greedy import check_greedy_output
+from support.tiny_configs import GEMMA4
 
 FIRST = ("gemma4", "gemma4-moe", "gemma4-small")
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]

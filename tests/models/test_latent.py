@@ -20,10 +20,11 @@ from allspark_server import HuggingFaceModel
 from allspark_server.models.config import read_config
 from allspark_server.runtime.native import native_library
 from reference.loading import logits_after, model_runner
-from support.checkpoints import INDEXED, LATENT, PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver, together
 from support.greedy import check_greedy_output
 from support.quantized_checkpoints import DEEPSEEK, assert_equal, float8_blocks, recovered, scheme_pair, write_pair
+from support.tiny_configs import INDEXED, LATENT
 
 RANKS = (1, 2, 3, 4)
 

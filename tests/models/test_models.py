@@ -18,18 +18,10 @@ from allspark_client.errors import AllSparkError
 from allspark_server.models import read_config
 from allspark_server.models.rotary import rotary_of
 from reference.loading import logits_after, model_runner
-from support.checkpoints import (
-    CONFIGS,
-    PROMPT_LENGTHS,
-    STORED,
-    check_logits,
-    checkpoint,
-    prompt_of,
-    reference_logits,
-    reference_model,
-)
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits, reference_model
 from support.driver import Driver
 from support.greedy import check_greedy_output
+from support.tiny_configs import CONFIGS, STORED
 
 RANKS = (1, 2, 3, 4)
 GREEDY_PROMPTS = (1, 90)

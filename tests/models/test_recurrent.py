@@ -25,9 +25,10 @@ from allspark_server.models import read_config
 from allspark_server.runtime.host_cache import HEADER
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
-from support.checkpoints import PROMPT_LENGTHS, RECURRENT, check_logits, checkpoint, prompt_of, reference_logits
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
 from support.driver import Driver, together
 from support.greedy import check_greedy_output
+from support.tiny_configs import RECURRENT
 
 slow = pytest.mark.slow
 FIRST = ("qwen3-next", "qwen3-5-moe")

@@ -22,6 +22,7 @@ from allspark_launch.group.background import background_group
 from allspark_launch.group.mpi import installations
 from allspark_launch.group.processes import processes_of_session
 from support.paths import ROOT
+from support.tiny_configs import CONFIGS
 from support.waiting import wait_for
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
@@ -87,7 +88,7 @@ def test_world_and_binding(group):
         assert ("--no-spin" in words) == (shared or group.size > len(cores))
 
 
-@pytest.mark.parametrize("name", checkpoints.CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_is_what_transformers_says(group, name):
     """A short version of test_table over configurations and ranks."""
     install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=512)
@@ -100,7 +101,7 @@ def test_greedy_is_what_transformers_says(group, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", checkpoints.CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_table(group, name, capsys):
     """256 tokens, prompts of 1 to 700 tokens, all at once. Prints one line of the table."""
     install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=1024, max_step_tokens=64)

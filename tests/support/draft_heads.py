@@ -18,19 +18,15 @@ from safetensors.torch import load_file, save_file
 
 from allspark_server.runtime.plan import Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from support.checkpoints import (
-    CONFIGS,
-    EXPERTS,
-    LATENT,
     LOGIT_TOLERANCE,
     NEAR_TIE,
-    RECURRENT,
-    Spec,
     check_logits,
     prompt_of,
     reference_logits,
     reference_model,
     write_checkpoint,
 )
+from support.tiny_configs import CONFIGS, EXPERTS, LATENT, RECURRENT, Spec
 
 DRAFTS = 3  # that check_drafts() asks for
 

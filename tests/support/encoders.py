@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 from allspark_client import AsModelConfig, ClientEngine
-from support.checkpoints import VOCAB
+from support.gemma4 import VOCAB
 
 POOLING_FOLDER, CLS, SEP, PAD = "1_Pooling", 3, 4, 1
 

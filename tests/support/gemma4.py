@@ -1,4 +1,4 @@
-"""Fields of tiny Gemma 4 models with awkward sizes, for support/checkpoints.py."""
+"""Fields of tiny Gemma 4 models with awkward sizes, for support/tiny_configs.py."""
 
 from __future__ import annotations
 

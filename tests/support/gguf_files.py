@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from support.checkpoints import VOCAB, Spec, _rope, _sizes, write_checkpoint
+from support.checkpoints import write_checkpoint
+from support.gemma4 import VOCAB
+from support.tiny_configs import Spec, _rope, _sizes
 
 NUMBERS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11,
            "Q4_K": 12,

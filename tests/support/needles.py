@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from support import draft_heads
-from support.checkpoints import RECURRENT, VOCAB, write_checkpoint
+from support.checkpoints import write_checkpoint
+from support.gemma4 import VOCAB
+from support.tiny_configs import RECURRENT
 
 KIND = 12                # special tokens of a kind
 SPECIAL = 2 * KIND       # and of both: first those of the state, then those of attention

@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from support.checkpoints import VOCAB
+from support.gemma4 import VOCAB
 from support.greedy import Greedy
 
 _QWEN = {"architectures": ["QWenLMHeadModel"], "model_type": "qwen", "no_bias": True, "rotary_pct": 1.0,

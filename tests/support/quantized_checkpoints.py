@@ -14,8 +14,9 @@ import numpy as np
 import safetensors.numpy
 
 from allspark_server.weights.asgraph import from_float32, to_float32
-from support.checkpoints import Spec, _rope, _sizes, write_checkpoint
+from support.checkpoints import write_checkpoint
 from support.driver import Driver
+from support.tiny_configs import Spec, _rope, _sizes
 
 Made = tuple[dict[str, np.ndarray], np.ndarray]  # a module's tensors by suffix, and its recovered weights
 MODULE = ".weight"

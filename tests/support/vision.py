@@ -19,7 +19,9 @@ from allspark_client.images import Image, Video
 from allspark_server.engine.image_encoder import _Order
 from allspark_server.images import ImageInput, read_processor
 from allspark_server.models.network import VisionConfig
-from support.checkpoints import GEMMA4, VOCAB, _root, randomize
+from support.checkpoints import _root, randomize
+from support.gemma4 import VOCAB
+from support.tiny_configs import GEMMA4
 from support.tiny_tokenizer import add_tokenizer
 
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "[IMG_BREAK]", "[IMG_END]", "\n", "\n\n",

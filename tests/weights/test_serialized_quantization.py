@@ -13,9 +13,10 @@ from allspark_server import HuggingFaceModel, _native
 from allspark_server.weights.asgraph import read_graph, to_message, write_graph
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.formats import WeightFormat, group_of_slice, quantization_of
-from support.checkpoints import Spec, _rope, _sizes, checkpoint, prompt_of, rewrite_header, write_checkpoint
+from support.checkpoints import checkpoint, prompt_of, rewrite_header, write_checkpoint
 from support.driver import Driver
 from support.quantized_checkpoints import assert_equal, recovered
+from support.tiny_configs import Spec, _rope, _sizes
 
 FORMATS = {"int8": "int8", "int4": "uint4", "w8a8": "int8", "w4a8": "uint4"}
 GROUPS = (0, 32, 64, 512)

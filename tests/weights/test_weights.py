@@ -26,8 +26,9 @@ import itertools
 
 from reference.loading import Loaded, unquantized
 from support.checkpoint_edits import edit_config, move_to_odd_addresses
-from support.checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header
+from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits, rewrite_header
 from support.driver import Driver
+from support.tiny_configs import STORED
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
