@@ -128,10 +128,9 @@ class ModelRunner:
         fixed = sum(shard.weight_bytes(device) for shard in models) + device.activation_bytes(model, *step)
         fixed += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
         fixed += config.engine_max_batch * sum(model.state_bytes(device))
-        if role.mixed:
-            sizes = exchange_sizes(model.whole, step[0])
-            if device.host_memory:
-                fixed += native_library().ExpertExchange.bytes_needed(**sizes, holds_experts=role.experts)
+        sizes = exchange_sizes(model.whole, step[0]) if role.mixed else {}
+        if role.mixed and device.host_memory:
+            fixed += native_library().ExpertExchange.bytes_needed(**sizes, holds_experts=role.experts)
         if self.tower is not None:
             fixed += self.tower.memory
             if device.host_memory and not self.rank:
