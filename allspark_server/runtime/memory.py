@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import reservations
@@ -172,13 +172,14 @@ def _address_space_available() -> int:
     return max(0, limit - _fields(_read(Path("/proc/self/status")).replace(":\t", ": ")).get("VmSize", 0))
 
 
-def available_memory(world: int = 1, root: str = "/") -> int:
+def available_memory(world: int = 1, root: str = "/", nodes: Sequence[int] | None = None) -> int:
     """Bytes that one of this host's `world` ranks may use now, less what other groups have reserved.
 
     Bound ranks share the free memory of their nodes with the other ranks there. Unbound ranks share the host's free
-    memory. All ranks share a cgroup's limit.
+    memory. All ranks share a cgroup's limit. nodes: those to which the rank's memory is bound, [] for none; by default
+    those of this process.
     """
-    nodes = bound_nodes()
+    nodes = bound_nodes() if nodes is None else list(nodes)
     if nodes:
         spread = math.ceil(world / len(rank_nodes(root)))
         sharers = {node: ranks_on_node.get(node, spread) for node in nodes}

@@ -166,17 +166,25 @@ class RankModel:
                                "%d columns", name, form, whole, self.world, weight.stored.group_size)
 
     # -- sizes -----------------------------------------------------------------------------------------------------
-    def weight_bytes(self, device: Device) -> int:
-        """Bytes of the rank's weights on the device."""
-        def size(weight: Weight) -> int:
-            if self._shares(weight):
-                return 0
-            if not weight.is_matrix:
-                return 4 * weight.elements_of(self.rank, self.world)
-            begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
-            return device.matrix_bytes(weight.rows_of(self.rank, self.world), self.slice_of(weight), end - begin)
+    def bytes_of(self, weight: Weight, device: Device) -> int:
+        """Bytes of the rank's part of a weight on the device; 0 of one that a draft head shares with its model."""
+        if self._shares(weight):
+            return 0
+        if not weight.is_matrix:
+            return 4 * weight.elements_of(self.rank, self.world)
+        begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
+        return device.matrix_bytes(weight.rows_of(self.rank, self.world), self.slice_of(weight), end - begin)
 
-        return sum(size(weight) for weight in self.graph.weights.values())
+    def weight_bytes(self, device: Device, experts: bool | None = None) -> int:
+        """Bytes of the rank's weights on the device. experts: only of its routed experts, or only of all others."""
+        routed = self.expert_weights
+        return sum(self.bytes_of(weight, device) for name, weight in self.graph.weights.items()
+                   if experts is None or (name in routed) == experts)
+
+    @property
+    def expert_weights(self) -> set[str]:
+        """The names of the routed experts' matrices and biases."""
+        return {name for op in self.graph.ops if op.type == "expert_linear" for name in op.weights}
 
     def span_bytes(self, device: Device, rank: int | None = None) -> int:
         """Bytes of one span: keys and values of all layers of the largest cache group, for the heads of this rank, or

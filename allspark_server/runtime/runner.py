@@ -15,12 +15,12 @@ from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.models.text_outputs import text_outputs
 from allspark_server.runtime import binding, memory
-from allspark_server.runtime.binding import pages_by_node
-from allspark_server.runtime.device import device_of, gpu_of, step_tokens
+from allspark_server.runtime.announced import Announced
+from allspark_server.runtime.device import Device, device_of, gpu_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
-from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
-from allspark_server.runtime.model_checks import config_of_texts, memory_errors, mib
+from allspark_server.runtime.memory import physical_cores
+from allspark_server.runtime.model_checks import config_of_texts, memory_errors, mib, placement_of
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import GpuRooflineMeter, Profile, Profiler, RooflineMeter, summarize
@@ -34,7 +34,6 @@ from allspark_server.weights.loader import Progress
 
 logger = logging.getLogger(__name__)
 
-MISPLACED_SHARE = 0.05
 _PAGE = 4096
 _ANY_NUMBER = 2**31 - 1     # of spans, on ranks that have no cache
 PROGRESS_SECONDS = 5.0
@@ -63,6 +62,7 @@ class ModelRunner:
         self._device: Any = None    # a Device, and its native executors, once load() has started
         self._executor: Any = None
         self._exchange: Any = None  # native, in a mixed group
+        self._exchange_sizes: dict[str, Any] = {}
         self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: RankModel | None = None
         self._drafts: list[RankModel] = []      # a draft model, or the layers of a draft head
@@ -86,9 +86,11 @@ class ModelRunner:
         #: that keeps no keys and values
         self.held: dict[bytes, int] | None = None if self.role.experts else {}
 
-    def load(self) -> int:
-        """Opens and loads the model; returns the number of cache spans that fit. Raises AllSparkError on failure."""
-        began = time.perf_counter()
+    def open(self) -> Announced:
+        """Opens the model and loads nothing; returns what load() announces. close() may follow.
+
+        Raises AllSparkError if the model cannot be opened, or not on this rank.
+        """
         check_available(self.config.validate())
         config, role = self.config, self.role
         # The model's rank of a mixed group is alone: it sums and samples with no other.
@@ -123,27 +125,37 @@ class ModelRunner:
             logger.warning("model %s: images are refused: %s", config.model_name, self._no_images_reason)
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
-        step = self._rows_of_step(), self._outputs_of_step()
-        self._check_rows(step[0], device.most_rows)
-        fixed = sum(shard.weight_bytes(device) for shard in models) + device.activation_bytes(model, *step)
-        fixed += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
-        fixed += config.engine_max_batch * sum(model.state_bytes(device))
-        sizes = exchange_sizes(model.whole, step[0]) if role.mixed else {}
-        if role.mixed and device.host_memory:
-            fixed += native_library().ExpertExchange.bytes_needed(**sizes, holds_experts=role.experts)
-        if self.tower is not None:
-            fixed += self.tower.memory
-            if device.host_memory and not self.rank:
-                fixed += config.image_cache_memory
+        rows, outputs = self._rows_of_step(), self._outputs_of_step()
+        self._check_rows(rows, device.most_rows)
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self._state_spans = model.state_spans(device)
         self.host_spans = self._count_host_spans()
-        if device.host_memory and not config.host_cache_dir and not role.experts:
-            fixed += config.host_cache_memory
+        activations = device.activation_bytes(model, rows, outputs)
+        activations += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
+        messages = images = host_cache = 0
+        if role.mixed:
+            self._exchange_sizes = exchange_sizes(model.whole, rows)
+            messages = native_library().ExpertExchange.bytes_needed(**self._exchange_sizes, holds_experts=role.experts)
+        if self.tower is not None and not self.rank:
+            images = config.image_cache_memory
+        if not config.host_cache_dir and not role.experts:
+            host_cache = config.host_cache_memory
+        return Announced(
+            experts=sum(shard.weight_bytes(device, experts=True) for shard in models),
+            weights=sum(shard.weight_bytes(device, experts=False) for shard in models), activations=activations,
+            states=config.engine_max_batch * sum(model.state_bytes(device)),
+            tower=self.tower.memory if self.tower is not None else 0, messages=messages, images=images,
+            host_cache=host_cache, span_bytes=self._span_bytes, in_host_memory=device.host_memory)
+
+    def load(self) -> int:
+        """Opens and loads the model; returns the number of cache spans that fit. Raises AllSparkError on failure."""
+        began = time.perf_counter()
+        announced = self.open()
+        config, role, device, model = self.config, self.role, self._device, self._shard
+        step = self._rows_of_step(), self._outputs_of_step()
         with planning():
-            # Ranks of experts take no more than they need: they share the host's memory among themselves.
-            spans = self._spans(device.available(role.world if role.experts else self.world), fixed)
-            self._reservation = device.reserve(config.model_name, fixed + spans * self._span_bytes)
+            spans = self.spans(device.available(self.sharers), announced)
+            self._reservation = device.reserve(config.model_name, announced.fixed + spans * announced.span_bytes)
         self._executor = device.executor(role.rank, role.world, self.shared_memory)
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
@@ -156,7 +168,8 @@ class ModelRunner:
             self.address = device.share(self._executor, *step)
             if role.mixed:
                 by_gpu = self._unit.startswith("CUDA:")
-                self._exchange = native_library().ExpertExchange(self.shared_memory, **sizes, by_gpu=by_gpu)
+                self._exchange = native_library().ExpertExchange(self.shared_memory, **self._exchange_sizes,
+                                                                 by_gpu=by_gpu)
                 self.address = self._exchange.address.hex()
         for draft in self._drafts:
             self._draft_executors.append(executor := device.draft_executor(self._executor, draft.world > 1))
@@ -232,7 +245,7 @@ class ModelRunner:
                 self._allocate_host_cache(host_spans, hash_of_model)
         if self.rank == 0:
             self._profiler, self._meter = Profiler(self._executor), self._device.meter()
-        self._check_placement()
+        self.placement = placement_of(self.cpus, self.rank)
         net = model.graph.config
         return ModelInfo(
             name=config.model_name, architecture=net.architecture, vocab_size=net.vocab_size, num_layers=net.num_layers,
@@ -493,6 +506,21 @@ class ModelRunner:
             return []
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
 
+    def tokens_of(self, spans: int) -> int:
+        """The number of tokens that a cache of so many spans holds, after open()."""
+        return self._groups.positions(spans)
+
+    @property
+    def opened(self) -> tuple[RankModel, Device]:
+        """The rank's part of the model, and its device, after open()."""
+        return self._shard, self._device
+
+    @property
+    def sharers(self) -> int:
+        """The number of ranks that share the host's memory with this one, itself included."""
+        # Ranks of experts take no more than they need: they share it among themselves.
+        return self.role.world if self.role.experts else self.world
+
     @property
     def gpu(self) -> int | None:
         """The index of the GPU that computes; None if CPUs compute."""
@@ -519,9 +547,11 @@ class ModelRunner:
                                 f"takes {self._span_bytes} bytes on rank {self.rank}")
         return min(spans, _ANY_NUMBER) if size else 0
 
-    def _spans(self, available: int, fixed: int) -> int:
-        """The number of spans that fit. available: bytes this rank may use; fixed: bytes of weights and activations."""
-        config, span_bytes = self.config, self._span_bytes
+    def spans(self, available: int, announced: Announced) -> int:
+        """The number of cache spans that this rank takes of the `available` bytes of its memory, after open(), which
+        has returned `announced`. Raises AllSparkError if the model does not fit.
+        """
+        config, fixed, span_bytes = self.config, announced.fixed, announced.span_bytes
         groups = self._groups
         one_request = groups.needed(config.engine_max_length)
 
@@ -582,19 +612,3 @@ class ModelRunner:
                             self.config.model_name)
 
         return report
-
-    def _check_placement(self) -> None:
-        """Reads where this process's pages lie and warns if too many are on other NUMA nodes."""
-        own = own_nodes(self.cpus)
-        pages = pages_by_node()
-        total = sum(pages.values())
-        elsewhere = sum(size for node, size in pages.items() if node not in own) if len(memory_nodes()) > 1 else 0
-        home = own & nodes_of_cpus(self.cpus) or own
-        self.placement = {"node": min(home, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
-        if own and total and elsewhere > MISPLACED_SHARE * total:
-            message = (f"{mib(elsewhere)} ({100 * elsewhere / total:.0f} %) of rank {self.rank}'s memory are on other "
-                       f"NUMA nodes than its own ({', '.join(map(str, sorted(own)))}): decoding will be slower")
-            if memory.strict:
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{message}, and the group is strict about it; free "
-                                    "memory on that node, or give the model less (cache_memory)")
-            logger.warning("%s", message)

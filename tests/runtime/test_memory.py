@@ -11,7 +11,7 @@ import pytest
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.runtime import device, memory, runner
+from allspark_server.runtime import device, memory, model_checks
 from allspark_server.runtime.runner import ModelRunner
 
 pytest.importorskip("torch")
@@ -153,6 +153,8 @@ def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "bound_nodes", lambda: [1])
     assert memory.available_memory(2, root) == 530 * 1024
     assert memory.available_memory(3, root) == 265 * 1024  # two ranks may be on this node
+    assert memory.available_memory(2, root, nodes=[0]) == 330 * 1024  # of a rank that is not there yet
+    assert memory.available_memory(3, root, nodes=[]) == 300 * 1024
     monkeypatch.setattr(memory, "ranks_on_node", {1: 2})  # both of them are: the group does not use node 0
     assert memory.available_memory(2, root) == 265 * 1024
 
@@ -297,9 +299,10 @@ def test_this_machine():
 # -- placement ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("elsewhere, warned", ((0, False), (2 * MIB, False), (30 * MIB, True)))
 def test_pages_on_other_nodes_bring_a_warning_with_a_number(monkeypatch, caplog, elsewhere, warned):
-    monkeypatch.setattr(runner, "memory_nodes", lambda: [0, 1])
+    monkeypatch.setattr(model_checks, "memory_nodes", lambda: [0, 1])
     monkeypatch.setattr(memory, "bound_nodes", lambda: [1])
-    monkeypatch.setattr(runner, "pages_by_node", lambda: {0: elsewhere, 1: 70 * MIB})
+    monkeypatch.setattr(model_checks, "pages_by_node", lambda: {0: elsewhere, 1: 70 * MIB})
     with caplog.at_level(logging.WARNING):
-        make()._check_placement()
+        placement = model_checks.placement_of([], 0)
     assert ("30.0 MiB (30 %) of rank 0's memory are on other NUMA nodes than its own (1)" in caplog.text) == warned
+    assert placement["misplaced_bytes"] == elsewhere

@@ -120,7 +120,10 @@ def _processor() -> list[Finding]:
 
 def _memory(machine: Topology) -> list[Finding]:
     memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    found = [Finding("ok", "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} available")]
+    plan = "allspark topology --plan MODEL" + (" --gpus 0" if machine.gpus else "")
+    found = [Finding("ok", "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} available; "
+                     f"{plan} says what a model takes of it, and how fast it can be"
+                     + (" (with --experts-on cpu, if only its experts do not fit the GPU)" if machine.gpus else ""))]
     if machine.unplugged_memory:
         found.append(Finding("note", "memory", unplugged(machine), "give the machine all its memory at its start, so "
                              "that it is known which node has it"))

@@ -1,4 +1,4 @@
-"""`allspark topology`: the machine, and how ranks will be placed on it."""
+"""`allspark topology`: the machine, how ranks will be placed on it, and what a model would take of it (--plan)."""
 from __future__ import annotations
 
 import argparse
@@ -8,8 +8,8 @@ import os
 from ..machine import drawing, gpus
 from ..machine.placement import place, place_mixed, place_on_gpus
 from ..machine.topology import Topology, format_list, read_topology
-from ..options import NUMA_NUM, PLACEMENT, add_flags
-from . import AddCommand
+from ..options import NUMA_NUM, PLACEMENT, ModelOptions, add_flags
+from . import AddCommand, model_plan
 
 
 def add_command(command: AddCommand) -> None:
@@ -17,7 +17,11 @@ def add_command(command: AddCommand) -> None:
     p = command("topology", topology, "what this machine has, and how ranks will be placed on it")
     p.add_argument("--json", action="store_true", help="for programs")
     p.add_argument("--plot", metavar="FILE", help="draw it: an SVG file")
+    p.add_argument("--plan", metavar="MODEL", help="also what each rank would take of its memory for this model (a "
+                   "directory, or a .gguf or .asgraph file), whether it fits, and the tokens/s that the measured "
+                   "memory bandwidth allows; loads nothing; exit status 1 if it does not fit")
     add_flags(p, PLACEMENT)
+    add_flags(p, ModelOptions)
 
 
 def topology(options: argparse.Namespace) -> int:
@@ -36,6 +40,8 @@ def topology(options: argparse.Namespace) -> int:
     links = gpus.links(machine.gpus, gpus.nvlinks_of(matrix))
     if options.plot:
         drawing.save(options.plot, machine, placement)
+    plan = model_plan.plan(options, placement) if options.plan else None
+    status = 0 if plan is None or plan.fits else 1
     if options.json:
         ranks = [{"rank": r.rank, "node": r.node, "cpus": list(r.cpus), "bound_cpus": list(r.bound_cpus),
                   "memory_node": r.memory_node, "memory_nodes": list(r.memory_nodes), "gpu": r.gpu}
@@ -43,8 +49,8 @@ def topology(options: argparse.Namespace) -> int:
         print(json.dumps({**machine.to_dict(), "gpu_links": [{"gpus": pair, "link": link}
                                                                   for pair, link in links.items()],
                           "ranks": ranks, "oversubscribed": placement.oversubscribed,
-                          "warnings": placement.warnings}, indent=2))
-        return 0
+                          "warnings": placement.warnings, **({"plan": plan.to_dict()} if plan else {})}, indent=2))
+        return status
     print_topology(machine)
     print_gpus(machine, links)
     print(f"\n{'rank':>4}  {'node':>4}  {'threads':>7}  CPUs")
@@ -52,7 +58,9 @@ def topology(options: argparse.Namespace) -> int:
         print(f"{r.rank:>4}  {r.node:>4}  {len(r.cpus):>7}  {format_list(r.cpus)}")
     for warning in placement.warnings:
         print(f"note: {warning}")
-    return 0
+    if plan is not None:
+        print("", *plan.lines(), sep="\n")
+    return status
 
 
 def print_gpus(machine: Topology, links: dict[tuple[int, int], str]) -> None:

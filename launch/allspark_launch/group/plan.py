@@ -115,7 +115,7 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     mpi = mpi or find_mpi()
     models = options.models
     if options.gpus or options.experts_on:
-        unit = _compute_unit(options, placement)
+        unit = compute_unit(options.gpus, options.experts_on, placement)
         models = [_on_unit(model, unit) for model in models]
     served = replace(options, address=options.addresses(), models=models)
     words = (["--inner-address", inner] if inner else []) + rank_words(served, FIRST_RANK)
@@ -194,10 +194,10 @@ def _place_beside_others(options: GroupOptions, topology: Topology, reserved: Cp
     return placement
 
 
-def _compute_unit(options: GroupOptions, placement: Placement) -> str:
-    """The compute unit of a group's models."""
-    first = f"CUDA:{','.join(map(str, options.gpus))}" if options.gpus else f"CPU:{placement.ranks[0].node}"
-    if not options.experts_on:
+def compute_unit(gpus: list[int] | None, experts_on: str, placement: Placement) -> str:
+    """The compute unit of a group's models. gpus, experts_on: see GroupOptions."""
+    first = f"CUDA:{','.join(map(str, gpus))}" if gpus else f"CPU:{placement.ranks[0].node}"
+    if not experts_on:
         return first
     return f"{first}+CPU:{','.join(str(rank.node) for rank in placement.ranks[1:])}"
 
