@@ -133,8 +133,14 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
                                   "nodes than its own", labels=["rank"])
     gpus = GaugeMetricFamily("allspark_rank_gpu_memory_bytes", "Memory of a rank's GPU",
                              labels=["rank", "gpu", "state"])
+    messages = CounterMetricFamily("allspark_rank_expert_messages", "Messages for which a rank of experts of a mixed "
+                                   "group has computed its experts: one for each layer of a step", labels=["rank"])
+    rows = CounterMetricFamily("allspark_rank_expert_rows", "Rows of these messages", labels=["rank"])
     for number, rank in enumerate(ranks):
         name = str(number)
+        if count := rank.get("expert_messages"):
+            messages.add_metric([name], count)
+            rows.add_metric([name], rank.get("expert_rows", 0))
         if gpu := rank.get("gpu"):
             gpus.add_metric([name, str(gpu["index"]), "used"], gpu["total"] - gpu["free"])
             gpus.add_metric([name, str(gpu["index"]), "free"], gpu["free"])
@@ -146,4 +152,4 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
             memory.add_metric([name, str(node)], size)
         if pages:
             misplaced.add_metric([name], rank.get("misplaced_bytes", 0) / max(1, sum(pages.values())))
-    yield from (seconds, steps, memory, misplaced, gpus)
+    yield from (seconds, steps, messages, rows, memory, misplaced, gpus)

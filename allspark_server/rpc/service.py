@@ -231,4 +231,6 @@ def _rank_state(rank: dict[str, Any]) -> pb.RankState:
     pages = {int(node): size for node, size in rank.get("bytes_on_node", {}).items()}
     parts = metrics.parts_of(rank)
     return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
-                        steps=rank.get("steps", 0), **{f"{part}_seconds": value for part, value in parts.items()})
+                        steps=rank.get("steps", 0), expert_messages=rank.get("expert_messages", 0),
+                        expert_rows=rank.get("expert_rows", 0),
+                        **{f"{part}_seconds": value for part, value in parts.items()})

@@ -161,6 +161,7 @@ class RankModels:
         self._queued: deque[tuple[str, float]] = deque()    # their models, and when they were queued
         self._ended = 0.0           # when the last one ended
         self.steps, self.step_seconds = 0, 0.0
+        self._messages = 0, 0       # of models that were unloaded; see ModelRunner.computed_messages
         self.placement: dict = {}   # where this process's memory was after the last load
         self.served = False         # whether a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
@@ -271,6 +272,12 @@ class RankModels:
         if self.shared_memory is not None:
             found |= {"exchange_seconds": round(self.shared_memory.exchange_seconds, 6),
                       "wait_seconds": round(self.shared_memory.wait_seconds, 6)}
+        messages, rows = self._messages
+        for runner in list(self.runners.values()):
+            more = runner.computed_messages
+            messages, rows = messages + more[0], rows + more[1]
+        if messages:
+            found |= {"expert_messages": messages, "expert_rows": rows}
         gpus = [runner.gpu for runner in list(self.runners.values()) if runner.gpu is not None]
         if gpus:
             from .device import gpu_memory
@@ -387,4 +394,6 @@ class RankModels:
         self._towers.pop(tower_name(name), None)
         runner = self.runners.pop(name, None)
         if runner is not None:
+            messages, rows = runner.computed_messages
+            self._messages = self._messages[0] + messages, self._messages[1] + rows
             runner.close()

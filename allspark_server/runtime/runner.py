@@ -506,6 +506,14 @@ class ModelRunner:
             return []
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
 
+    @property
+    def computed_messages(self) -> tuple[int, int]:
+        """How many messages with rows this rank has computed its routed experts for, and how many rows they had; zeros
+        unless it is a rank of experts. Any thread may call it.
+        """
+        exchange = self._exchange
+        return (exchange.messages, exchange.messages_rows) if exchange is not None and self.role.experts else (0, 0)
+
     def tokens_of(self, spans: int) -> int:
         """The number of tokens that a cache of so many spans holds, after open()."""
         return self._groups.positions(spans)

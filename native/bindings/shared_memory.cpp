@@ -199,6 +199,9 @@ void bind_shared_memory(py::module_& m) {
           "Bytes of shared memory that a rank allocates.")
       .def_property_readonly("address", [](const ExpertExchange& e) { return py::bytes(e.address()); })
       .def("connect", &ExpertExchange::connect, py::arg("addresses"), "Opens the memory of all ranks.")
+      .def_property_readonly("messages", &ExpertExchange::messages,
+                             "How many messages this rank has sent or taken, without those that a GPU sends.")
+      .def_property_readonly("messages_rows", &ExpertExchange::messages_rows, "How many rows these had.")
       .def("end_step", &ExpertExchange::end_step,
            "Ends a step that runs without a plan: ranks of experts return from it.");
 }

@@ -59,6 +59,7 @@ void ExpertExchange::connect(const std::vector<std::string>& addresses) {
 }
 
 void ExpertExchange::send(int rows) {
+  count(rows);
   Dispatch& d = dispatch();
   d.rows = rows;
   d.sent.store(++sent_, std::memory_order_seq_cst);

@@ -80,8 +80,13 @@ class ExpertExchange {
   // The number of rows of the latest message.
   int message_rows() const { return dispatch().rows; }
   // Waits for the next message, whatever has ended, and takes it: the sums that are returned next are its sums.
-  void take() { await(false), received_++; }
+  void take() { await(false), received_++, count(message_rows()); }
   void send_sums();
+
+  // How many messages this rank has sent or taken, and how many rows they had. A GPU's are not counted where it sends.
+  // Any thread may call these.
+  int64_t messages() const { return messages_.load(std::memory_order_relaxed); }
+  int64_t messages_rows() const { return messages_rows_.load(std::memory_order_relaxed); }
 
   // For a GPU: where memory lies in this process, and flags in it.
   char* block(int rank) const { return blocks_[rank].data(); }
@@ -101,6 +106,10 @@ class ExpertExchange {
 
  private:
   bool await(bool or_end);
+  void count(int rows) {
+    messages_.fetch_add(1, std::memory_order_relaxed);
+    messages_rows_.fetch_add(rows, std::memory_order_relaxed);
+  }
   Dispatch& dispatch() const { return *reinterpret_cast<Dispatch*>(blocks_[0].data()); }
   Returned& returned(int rank) const { return *reinterpret_cast<Returned*>(blocks_[rank].data()); }
   struct Address;
@@ -111,6 +120,7 @@ class ExpertExchange {
   std::vector<SharedBlock> blocks_;  // by rank
   bool connected_ = false;
   uint32_t sent_ = 0, received_ = 0, step_ = 0;
+  std::atomic<int64_t> messages_{0}, messages_rows_{0};
 };
 
 }  // namespace as

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
+from allspark_launch.commands import top
 from allspark_launch.group.background import background_group
+from allspark_launch.pool.members import Member, Target
+from support.metrics import metrics_of, samples
 from support.waiting import wait_for
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
@@ -23,6 +26,7 @@ def group(request):
     with background_group(["--experts-on", "cpu", "--ranks", str(1 + experts)], timeout=60) as started, \
             ClientEngine(started.addresses[0]) as engine:
         yield SimpleNamespace(engine=engine, experts=experts, supervisor=started.supervisor_pid,
+                              address=started.addresses[0],
                               unit={"compute_unit": "CPU:0+CPU:" + ",".join(["0"] * experts)})
 
 
@@ -47,6 +51,19 @@ def test_in_a_batch_with_chunks_and_prefixes(group, first):
         assert run_together(group.engine, name, OTHERS) == first
         assert run_together(group.engine, name, OTHERS) == first
         assert group.engine.get_as_engine_stat(name).prefix_cache_hit_token > 1500
+
+
+def test_what_the_group_shows(group, first):
+    """Heartbeats bring the figures of ranks of experts to metrics and `allspark top`."""
+    with Member(Target("a", group.address)) as member:
+        # Heartbeats may be of the first steps, which have a row each.
+        wait_for(lambda: all(rank.expert_rows > rank.expert_messages > 0 for rank in member.info().ranks[1:]), 30)
+        model, *experts = member.info().ranks
+        assert len(experts) == group.experts and model.expert_messages == 0 < model.wait_seconds
+        assert all(rank.compute_seconds > 0 and rank.wait_seconds > 0 for rank in experts)
+        found = samples(metrics_of(group.address))
+        assert found[("allspark_rank_expert_messages_total", ("rank", "1"))] >= experts[0].expert_messages
+        assert "rows a layer" in top._top_table([member])[-1] or not member.info().models
 
 
 def test_speculation_by_lookup(group, first):

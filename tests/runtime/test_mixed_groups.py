@@ -11,6 +11,7 @@ from allspark_client import AllSparkError, AsModelConfig
 from allspark_client.errors import AsStatus
 from allspark_server import _native
 from allspark_server.models.roles import experts_part, model_part
+from allspark_server.runtime.rank_models import RankModels
 from allspark_server.runtime.roles import Role, role_of
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
@@ -110,6 +111,24 @@ def test_ranks_hold_only_their_parts():
         assert all(runner._executor.cache_bytes() == 0 for runner in driver.runners[1:])
         whole = driver.runners[0]._model.whole
         assert set(whole.weights) == set(graphs[0].weights) | set(graphs[1].weights)
+
+
+def test_messages_and_rows_are_counted():
+    """By ranks of experts: each layer of a step is a message."""
+    with Driver(checkpoint("qwen3-moe"), 3, engine_max_length=256, cache_memory=4 << 20, **mixed(2)) as driver:
+        layers = sum(op.type == "dispatch_rows" for op in driver.runners[0]._model.graph.ops)
+        assert [runner.computed_messages for runner in driver.runners] == [(0, 0)] * 3
+        driver.generate(PROMPT, 6, 40)      # 40 and 35 rows, then 5 of one
+        assert [runner.computed_messages for runner in driver.runners] == [(0, 0)] + [(7 * layers, 80 * layers)] * 2
+        assert driver.runners[0]._exchange.messages == 7 * layers
+        wait = [runner.shared_memory.wait_seconds for runner in driver.runners]
+        models = [RankModels(rank, 3, runner.shared_memory) for rank, runner in enumerate(driver.runners)]
+        for model, runner in zip(models, driver.runners):
+            model.runners["m"] = runner
+        assert all(seconds > 0 for seconds in wait)
+        assert [model.numbers.get("expert_messages") for model in models] == [None, 7 * layers, 7 * layers]
+        models[1]._unload("m")      # a counter does not fall
+        assert models[1].numbers["expert_rows"] == 80 * layers and not models[1].runners
 
 
 def test_a_shared_expert_is_computed_before_the_sums_are_awaited():

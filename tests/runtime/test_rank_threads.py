@@ -57,7 +57,7 @@ class FakeRunner:
         if self.name == f"lost-in-{where}{self.rank}":
             raise DeviceLost("the device is gone")
 
-    threads, gpu, address = 0, None, ""
+    threads, gpu, address, computed_messages = 0, None, "", (0, 0)
 
     answers = threading.Event()     # the file system of the model "hangs" does
 

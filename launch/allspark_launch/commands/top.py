@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import grpc
 
@@ -74,16 +74,37 @@ def top(options: argparse.Namespace) -> int:
             member.__exit__()
 
 
+def _shares(ranks: Sequence[pb.RankState]) -> tuple[list[str], list[str]]:
+    """The parts of their steps' time that ranks exchange and wait, as texts, and notes about ranks of experts.
+
+    In a mixed group, the parts are those of the rank that computes the model, as the others wait for it by design. A
+    GPU's waits are not counted: "-".
+    """
+    def parts(chosen: Sequence[pb.RankState]) -> list[float]:
+        spent = [sum(getattr(rank, f"{part}_seconds") for rank in chosen) for part in ("compute", "exchange", "wait")]
+        return [part / sum(spent) for part in spent] if sum(spent) else []
+
+    experts = [rank for rank in ranks if rank.expert_messages]
+    found = parts([rank for rank in ranks if not rank.expert_messages])[1:]
+    if experts and not any(found):
+        found = []
+    shares = [f"{100 * part:.1f}%" for part in found] or ["-", "-"]
+    if not experts:
+        return shares, []
+    rows, messages = (sum(getattr(rank, f"expert_{name}") for rank in experts) for name in ("rows", "messages"))
+    busy = parts(experts)
+    return shares, [(f"experts compute {100 * busy[0]:.0f}% of steps, " if busy else "")
+                    + f"{rows / messages:.1f} rows a layer"]
+
+
 def _top_table(members: list[Member]) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
     for member in members:
         try:
             info = member.info()
-            parts = ("compute", "exchange", "wait")
-            spent = [sum(getattr(rank, f"{part}_seconds") for rank in info.ranks) for part in parts]
-            shares = [f"{100 * part / sum(spent):.1f}%" if sum(spent) else "-" for part in spent[1:]]
-            notes = ["draining"] * info.draining + [f"{info.restarts} restarts"] * (info.restarts > 0)
+            shares, experts = _shares(info.ranks)
+            notes = ["draining"] * info.draining + [f"{info.restarts} restarts"] * (info.restarts > 0) + experts
             for model in info.models:
                 if model.on_demand:
                     rows.append((member.target.name, model.name, *["-"] * 8, ", ".join(["not loaded", *notes])))

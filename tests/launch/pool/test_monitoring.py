@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from allspark_client import ClientEngine
 from allspark_launch import resource_folder
+from allspark_launch.commands import top
 from allspark_launch.pool.members import Member, Target, placed_share
 from allspark_server.engine.report import GroupReport
 from allspark_server.engine.statistics import Histogram
@@ -24,7 +25,8 @@ FOLDER = resource_folder("monitoring")
 REPORT = {"restarts": 3, "ranks": [
     {"node": 0, "bytes_on_node": {"0": 900, "1": 100}, "misplaced_bytes": 100, "steps": 7, "step_seconds": 10.0,
      "exchange_seconds": 3.0, "wait_seconds": 1.0},
-    {"node": 1, "bytes_on_node": {"1": 1000}, "misplaced_bytes": 0, "steps": 7, "step_seconds": 10.0},
+    {"node": 1, "bytes_on_node": {"1": 1000}, "misplaced_bytes": 0, "steps": 7, "step_seconds": 10.0,
+     "exchange_seconds": 4.0, "wait_seconds": 4.0, "expert_messages": 21, "expert_rows": 84},
 ]}
 
 
@@ -55,6 +57,28 @@ def test_metrics_of_a_group(member):
     assert parts == [7.0, 2.0, 1.0]
     assert found[("allspark_rank_misplaced_share", ("rank", "0"))] == 0.1
     assert found[("allspark_rank_memory_bytes", ("node", "1"), ("rank", "0"))] == 100
+
+
+def test_metrics_of_ranks_of_experts(member):
+    found = samples(metrics_of(member[1]))
+    assert found[("allspark_rank_expert_messages_total", ("rank", "1"))] == 21
+    assert found[("allspark_rank_expert_rows_total", ("rank", "1"))] == 84
+    assert ("allspark_rank_expert_messages_total", ("rank", "0")) not in found
+    assert found[("allspark_rank_seconds_total", ("part", "wait"), ("rank", "1"))] == 4
+
+
+def test_top_of_a_mixed_group(member):
+    with Member(Target("a", member[1])) as one:
+        header, line = top._top_table([one])
+        assert header.split()[-2:] == ["exchange", "wait"] and line.split()[8:10] == ["20.0%", "10.0%"]
+        assert line.endswith("3 restarts, experts compute 60% of steps, 4.0 rows a layer")
+        ranks = one.info().ranks
+    assert top._shares(ranks) == (["20.0%", "10.0%"], ["experts compute 60% of steps, 4.0 rows a layer"])
+    ranks[0].exchange_seconds = ranks[0].wait_seconds = 0      # a GPU does not count its waits
+    assert top._shares(ranks)[0] == ["-", "-"]
+    ranks[1].expert_messages = ranks[1].expert_rows = 0
+    assert top._shares(ranks) == (["0.0%", f"{100 * 4 / 17:.1f}%"], [])      # an ordinary group: of all ranks
+    assert top._shares([]) == (["-", "-"], [])
 
 
 def test_metrics_under_vllms_names(member):
