@@ -232,7 +232,7 @@ class Group:
         return self.models.runners[name].measure_roofline()
 
     def profile(self, name: str) -> Profile:
-        """The cost of each op on rank 0; see runtime/profile.py."""
+        """The cost of each op on rank 0, and in a mixed group of ranks of experts; see runtime/profile.py."""
         self._steps.drain()
         return self.models.runners[name].profile()
 
@@ -281,6 +281,21 @@ class SharedMemoryGroup(Group):
         self._steps.submit(self.models.stepping(name), name, plan, int(Command.STEP), pack_step(name, b""),
                            self.depth > 1)
         self._submitted.append((name, time.monotonic()))
+
+    def profile(self, name: str) -> Profile:
+        """See `Group.profile`."""
+        from .profile import OpProfile
+
+        found = super().profile(name)
+        if self.models.runners[name].role.mixed:
+            self._publish(Command.PROFILE, name.encode())
+            try:
+                _, *others = self._shared_memory.gather(b"")
+            except RuntimeError as error:
+                self.fail(f"rank 0: {error}")
+                raise
+            found.experts = [[OpProfile(**op) for op in json.loads(payload)] for payload in others]
+        return found
 
     def fail(self, message: str) -> None:
         """See `Group.fail`."""

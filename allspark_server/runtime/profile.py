@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from allspark_server.models.graph import Graph
@@ -126,10 +126,14 @@ class OpProfile:
 
 @dataclass
 class Profile:
-    """A model's ops by kind, the most expensive first, and the roofline of the profiled rank and threads."""
+    """A model's ops by kind, the most expensive first, and the roofline of the profiled rank and threads.
+
+    experts: in a mixed group, the ops of each rank of experts, from rank 1 on.
+    """
 
     ops: list[OpProfile]
     roofline: Roofline
+    experts: list[list[OpProfile]] = field(default_factory=list)
 
     def table(self) -> str:
         """The profile as text.
@@ -140,25 +144,34 @@ class Profile:
         The roofline of an op is the longer of two times: of its bytes at memory bandwidth, and of its operations at the
         peak rate (of fp32, or of 8-bit integers if activations are quantized). Data that stays in the CPU's caches can
         exceed memory bandwidth.
+
+        In a mixed group, the ops of each rank of experts follow, named "rank 1: expert_linear", with parts of that
+        rank's total. Its roofline is not measured.
         """
         total = sum(op.sum for op in self.ops) or 1.0
-        width = max([len(op.op) for op in self.ops] + [len("roofline")])
+        of_experts = [(f"rank {number}: {op.op}", op, sum(op.sum for op in ops) or 1.0)
+                      for number, ops in enumerate(self.experts, 1) for op in ops]
+        width = max([len(op.op) for op in self.ops] + [len(name) for name, *_ in of_experts] + [len("roofline")])
         lines = [f"{'op':<{width}} {'count':>9} {'min':>9} {'max':>9} {'mean':>9} {'sum':>11} {'%':>6} {'GB':>10} "
                  f"{'Gop':>10} {'GB/s':>7} {'Gop/s':>7} {'roofline':>8}  weight"]
         top = self.roofline
-        for op in self.ops:
+
+        def line(name: str, op: OpProfile, total: float, reached: str) -> str:
             seconds = op.sum or 1e-12
+            return (f"{name:<{width}} {op.count:>9} {1e3 * op.min:>9.4f} {1e3 * op.max:>9.4f} "
+                    f"{1e3 * op.sum / op.count:>9.4f} {1e3 * op.sum:>11.3f} {100 * op.sum / total:>6.2f} "
+                    f"{op.bytes / 1e9:>10.4f} {op.operations / 1e9:>10.4f} {op.bytes / seconds / 1e9:>7.1f} "
+                    f"{op.operations / seconds / 1e9:>7.1f} {reached:>8}  {op.weight}".rstrip())
+
+        for op in self.ops:
             rate = (op.integer and top.integer_operations_per_second) or top.operations_per_second
-            part = max(op.bytes / top.bytes_per_second, op.operations / rate) / seconds
-            lines.append(
-                f"{op.op:<{width}} {op.count:>9} {1e3 * op.min:>9.4f} {1e3 * op.max:>9.4f} "
-                f"{1e3 * op.sum / op.count:>9.4f} {1e3 * op.sum:>11.3f} {100 * op.sum / total:>6.2f} "
-                f"{op.bytes / 1e9:>10.4f} {op.operations / 1e9:>10.4f} {op.bytes / seconds / 1e9:>7.1f} "
-                f"{op.operations / seconds / 1e9:>7.1f} {100 * part:>7.1f}%  {op.weight}".rstrip())
+            part = max(op.bytes / top.bytes_per_second, op.operations / rate) / (op.sum or 1e-12)
+            lines.append(line(op.op, op, total, f"{100 * part:.1f}%"))
         zero = 0.0
         lines.append(f"{'roofline':<{width}} {0:>9} {zero:>9.4f} {zero:>9.4f} {zero:>9.4f} {zero:>11.3f} {zero:>6.2f} "
                      f"{zero:>10.4f} {zero:>10.4f} {top.bytes_per_second / 1e9:>7.1f} "
                      f"{top.operations_per_second / 1e9:>7.1f} {100:>7.1f}%")
+        lines += [line(name, op, of_rank, "-") for name, op, of_rank in of_experts]
         return "\n".join(lines)
 
 

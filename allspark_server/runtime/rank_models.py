@@ -41,6 +41,7 @@ class Command(IntEnum):
     POLL = 2        # each rank replies with its Answer to the last call that loads or allocates
     STEP = 3        # uint16 length of the name, name, plan
     CLOSE = 4
+    PROFILE = 5     # name of a model: each rank replies with what its experts' ops cost (RankModels.profile_of_experts)
 
 
 def pack_step(name: str, plan: bytes) -> bytes:
@@ -283,6 +284,11 @@ class RankModels:
             from .device import gpu_memory
             found["gpu"] = gpu_memory(gpus[0])
         return found
+
+    def profile_of_experts(self, name: str) -> bytes:
+        """What a model's ops cost on this rank of experts: a JSON array of the fields of OpProfile; "[]" on others."""
+        runner = self.runners.get(name)
+        return json.dumps([asdict(op) for op in runner.profile_of_experts()] if runner is not None else []).encode()
 
     def note_step(self, seconds: float) -> None:
         """Count a step of this duration, and report the first one."""

@@ -23,7 +23,7 @@ from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.model_checks import config_of_texts, memory_errors, mib, placement_of
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
-from allspark_server.runtime.profile import GpuRooflineMeter, Profile, Profiler, RooflineMeter, summarize
+from allspark_server.runtime.profile import GpuRooflineMeter, OpProfile, Profile, Profiler, RooflineMeter, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.roles import exchange_sizes, role_of
@@ -243,7 +243,7 @@ class ModelRunner:
         if host_spans:
             with memory_errors(f"allocating the host cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
-        if self.rank == 0:
+        if self.rank == 0 or self.role.experts:
             self._profiler, self._meter = Profiler(self._executor), self._device.meter()
         self.placement = placement_of(self.cpus, self.rank)
         net = model.graph.config
@@ -413,6 +413,13 @@ class ModelRunner:
         if self.tower is not None:
             ops += self.tower.profile()
         return Profile(summarize(ops), self._meter.finish())
+
+    def profile_of_experts(self) -> list[OpProfile]:
+        """The cost of the ops of the profiled steps on a rank of experts; [] on other ranks."""
+        if not self.role.experts or self._profiler is None:
+            return []
+        model = self._loaded()
+        return summarize(self._profiler.read(model.graph, model.formats))
 
     def close(self) -> None:
         """Frees weights and cache. No other method may be called afterwards."""

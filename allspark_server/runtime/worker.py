@@ -58,6 +58,8 @@ def serve(models: RankModels) -> None:
             getattr(models, method)(**arguments)
         elif kind == Command.POLL:
             shared_memory.gather(models.answer().encode())
+        elif kind == Command.PROFILE:
+            shared_memory.gather(models.profile_of_experts(payload.decode()))
         elif kind == Command.CLOSE:
             models.close()
             return
