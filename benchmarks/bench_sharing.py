@@ -18,7 +18,6 @@ chats: rows computed for each new token in 32 chats of 6 turns, in a closed loop
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import threading
 import time
@@ -114,24 +113,27 @@ def prompts(options) -> None:
     behind_long_prompt(options, 1e3 * options.target * median)
 
 
-def median_gap(streams: list[Times], count: int) -> float:
+def last_gaps(streams: list[Times], count: int) -> np.ndarray:
     """Seconds between the streams' last tokens, once each has enough of them."""
     while min(len(stream.at) for stream in streams) < 2 * count:
         time.sleep(0.01)
-    return statistics.median(np.concatenate([stream.gaps[-count:] for stream in streams]))
+    return np.concatenate([stream.gaps[-count:] for stream in streams])
 
 
 def beside_streams(options, target: float) -> float:
     with Bench(options, target_token_latency=target) as bench:
         for turn in range(options.rounds):
             streams = [bench.start(prompt_of(16, 10 * turn + i), 8000) for i in range(8)]
-            alone = median_gap(streams, 40)
+            before = last_gaps(streams, 40)
+            alone = float(np.median(before))
             long = bench.start(prompt_of(4000, 1000 + turn), 1)
             long.ended.wait()
             during = np.concatenate([np.diff([t for t in stream.at if t > long.began]) for stream in streams])
             median, p99 = np.median(during) / alone, np.percentile(during, 99) / alone
+            noise = np.percentile(before, 99) / alone
             print(f"target {target:.0f} ms: 4,000 tokens beside 8 streams: between tokens {1e3 * alone:.1f} ms without "
-                  f"it; with it, of that median {median:.2f}, p99 {p99:.2f}, most {during.max() / alone:.2f}; "
+                  f"it (p99 {noise:.2f} times that); with it, of that median {median:.2f}, p99 {p99:.2f}, most "
+                  f"{during.max() / alone:.2f}; "
                   f"{4000 / long.first:.0f} tokens/s", flush=True)
             for handle in list(bench.engine._requests):
                 bench.engine.release(handle)
@@ -146,7 +148,7 @@ def behind_long_prompt(options, target: float) -> None:
     with Bench(options, engine_max_length=131072, cache_memory=2 << 30, target_token_latency=target) as bench:
         streams = [bench.start(prompt_of(16, i), 100_000) for i in range(4)]
         for turn in range(options.rounds):
-            alone = median_gap(streams, 30)
+            alone = float(np.median(last_gaps(streams, 30)))
             long, spec = Times(bench), RequestSpec("m", text=text + str(turn), config=GenerateConfig(seed=1))
             began = time.perf_counter()
             handle = bench.engine.submit(spec, long)
