@@ -24,7 +24,7 @@ from allspark_server.runtime.binding import die_with_parent, raise_open_files, r
 from .app import Application
 from .bodies import BodyReader
 from .call import HttpWorker
-from .counts import ConnectionCounts
+from .counts import ConnectionCounts, make_file
 from .image_urls import ImageFetcher
 from .jobs import Jobs
 from .listener import Server
@@ -50,8 +50,9 @@ def parser() -> argparse.ArgumentParser:
     """The parser of a worker's command line."""
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=(__doc__ or "").splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
-    p.add_argument("--counts-fd", type=int, required=True, help="a file with the number of connections of each worker")
-    p.add_argument("--number", type=int, required=True, help="this worker's number in it")
+    p.add_argument("--counts-fd", type=int, default=-1, help="a file with the number of connections of each worker "
+                                                                  "(default: there is no other)")
+    p.add_argument("--number", type=int, default=0, help="this worker's number in it")
     p.add_argument("--alive-fd", type=int, default=-1, help="a pipe that gets a byte a second while the worker answers")
     add_arguments(p, [declared for declared in options_of(WorkerOptions) if declared.worker],
                   lambda declared: declared.effective_default)
@@ -95,7 +96,8 @@ def main() -> None:
     config.load()
     if certificates is not None:
         config.ssl = certificates.ssl_context()
-    server = Server(config, ConnectionCounts(a.counts_fd), a.number)
+    counts = ConnectionCounts(make_file(1) if a.counts_fd < 0 else a.counts_fd)
+    server = Server(config, counts, a.number)
     _limit_stop(config, a.drain_limit)
 
     def retire(*_: Any) -> None:

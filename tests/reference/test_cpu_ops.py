@@ -291,7 +291,7 @@ def test_head_linear(heads, inputs, outputs, offset, threads):
     compare(own, threads=threads)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 2e-2), ("int8", 5e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 3e-2), ("int8", 5e-2)])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("heads, latent, rope", [(1, 1, 1), (3, 20, 6), (16, 64, 16), (17, 33, 7), (5, 131, 64)])
 def test_latent_attention(heads, latent, rope, threads, dtype, tolerance):
@@ -313,7 +313,7 @@ def test_layer_norm(width, threads):
     compare(own, threads=threads)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 2e-2), ("int8", 5e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", EXACT), ("bfloat16", 3e-2), ("int8", 5e-2)])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("heads, latent, rope, selected", [(1, 1, 1, 1), (3, 20, 6, 7), (16, 64, 16, 16),
                                                            (17, 33, 7, 33), (5, 131, 64, 128)])

@@ -43,7 +43,7 @@ def test_ranks_take_every_option_that_is_theirs():
 
 def test_http_workers_take_every_option_that_is_theirs():
     values = WorkerOptions(**{declared.name: other_value(declared) for declared in options_of(WorkerOptions)})
-    parsed = worker.parser().parse_args(["--fd", "3", "--counts-fd", "4", "--number", "0", *worker_words(values)])
+    parsed = worker.parser().parse_args(["--fd", "3", *worker_words(values)])
     passed = [declared for declared in options_of(WorkerOptions) if declared.worker]
     assert len(passed) > 8
     for declared in passed:
