@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=(__doc__ or "").splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
     p.add_argument("--counts-fd", type=int, default=-1, help="a file with the number of connections of each worker "
-                                                                  "(default: there is no other)")
+                                                             "(default: there is no other)")
     p.add_argument("--number", type=int, default=0, help="this worker's number in it")
     p.add_argument("--alive-fd", type=int, default=-1, help="a pipe that gets a byte a second while the worker answers")
     add_arguments(p, [declared for declared in options_of(WorkerOptions) if declared.worker],
@@ -91,8 +91,7 @@ def main() -> None:
     Connection.limit = max(raise_open_files(_MOST_CONNECTIONS + _OTHER_FILES) - _OTHER_FILES, 64)
     config = uvicorn.Config(Application(worker), http=Connection, ws="none", lifespan="on", log_config=None,
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                            proxy_headers=bool(a.trusted_proxy),
-                            forwarded_allow_ips=a.trusted_proxy)
+                            proxy_headers=bool(a.trusted_proxy), forwarded_allow_ips=a.trusted_proxy)
     config.load()
     if certificates is not None:
         config.ssl = certificates.ssl_context()

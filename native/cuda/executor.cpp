@@ -88,8 +88,7 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   if (communicator_) ranks.emplace(Ranks{*exchange_, *communicator_});
   if (expert_exchange_ && (!drafts_.empty() || adapters.count))
     throw std::invalid_argument("a mixed group has no drafts by a model and no adapters");
-  const double seconds = expert_exchange_ ? expert_exchange_->timeout() : 0;
-  expert_ranks_ = expert_exchange_ ? std::make_unique<ExpertRanks>(device_, expert_exchange_, seconds) : nullptr;
+  expert_ranks_ = expert_exchange_ ? std::make_unique<ExpertRanks>(device_, expert_exchange_) : nullptr;
   adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
   Limits own = limits;
   own.draft_layers = std::max((int)drafts_.size(), 1);

@@ -6,8 +6,8 @@
 
 namespace as::cuda {
 
-ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, double seconds)
-    : device_(device), exchange_(std::move(exchange)), seconds_(seconds) {
+ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange)
+    : device_(device), exchange_(std::move(exchange)) {
   exchange_->check_connected();
   const int ranks = exchange_->expert_ranks();
   if (exchange_->holds_experts() || ranks > kMostExpertRanks)
@@ -34,7 +34,7 @@ ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> e
   local_ = Memory(64, "a message's state");
   failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
   memory_.local = local_.as<uint32_t>(), memory_.failed = failed_.as<int>();
-  memory_.limit = (uint64_t)(seconds * 1e9);
+  memory_.limit = (uint64_t)(exchange_->timeout() * 1e9);
 }
 
 ExpertRanks::~ExpertRanks() {
@@ -46,7 +46,7 @@ ExpertRanks::~ExpertRanks() {
 void ExpertRanks::check_waits() const {
   const int failed = *const_cast<const volatile int*>(failed_.as<int>());
   if (failed)
-    throw std::runtime_error("rank 0 waited " + std::to_string((int)seconds_) + " s on its GPU for rank " +
+    throw std::runtime_error("rank 0 waited " + std::to_string((int)exchange_->timeout()) + " s on its GPU for rank " +
                              std::to_string(failed) +
                              " in routed experts: its process has ended, is stopped, or did not run the step; the "
                              "group is given up");

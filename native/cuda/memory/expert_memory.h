@@ -12,9 +12,9 @@ namespace as::cuda {
 
 class ExpertRanks {
  public:
-  // The exchange must be connected. seconds: how long a kernel waits for another rank. Throws std::invalid_argument for
+  // The exchange must be connected; kernels wait for other ranks as long as it does. Throws std::invalid_argument for
   // more ranks than kernels know, and std::runtime_error if memory cannot be pinned.
-  ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, double seconds);
+  ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange);
   ~ExpertRanks();
   ExpertRanks(const ExpertRanks&) = delete;
   ExpertRanks& operator=(const ExpertRanks&) = delete;
@@ -28,7 +28,6 @@ class ExpertRanks {
  private:
   const Device& device_;
   const std::shared_ptr<ExpertExchange> exchange_;
-  const double seconds_;
   std::vector<Pinned> blocks_;  // of all ranks
   Memory local_, failed_;
   ExpertMemory memory_;
