@@ -20,7 +20,7 @@ from .protocol import Connection
 
 #: how long a worker leaves a connection to each of those that have fewer, s, and for how many at most. Then it takes
 #: the connection, since they may be busy.
-PATIENCE_SECONDS, _MOST_AHEAD = 0.001, 4
+PATIENCE_SECONDS, _MOST_AHEAD = 0.005, 4
 #: how long no connection is accepted after the system had no descriptor or memory for one, s
 _PAUSE_SECONDS = 1.0
 

@@ -15,9 +15,9 @@ from allspark_server.http.counts import ConnectionCounts, make_file
 
 
 def held(pids: list[int]) -> list[int]:
-    """The number of connections of each worker."""
-    return [sum(found.status == psutil.CONN_ESTABLISHED and found.laddr != () for found in
-                psutil.Process(pid).net_connections("tcp")) for pid in pids]
+    """The number of connections of each worker, with those that the client has closed and the worker has not yet."""
+    return [sum(found.status != psutil.CONN_LISTEN for found in psutil.Process(pid).net_connections("tcp"))
+            for pid in pids]
 
 
 def wait_until(condition, seconds: float = 30.0) -> None:
