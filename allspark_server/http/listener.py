@@ -21,6 +21,8 @@ from .protocol import Connection
 #: how long a worker leaves a connection to each of those that have fewer, s, and for how many at most. Then it takes
 #: the connection, since they may be busy.
 PATIENCE_SECONDS, _MOST_AHEAD = 0.005, 4
+#: how often it looks meanwhile whether it has the fewest now, s
+_LOOK_SECONDS = 0.0005
 #: how long no connection is accepted after the system had no descriptor or memory for one, s
 _PAUSE_SECONDS = 1.0
 
@@ -56,13 +58,16 @@ class SharedListener:
         """A connection waits, unless another worker has taken it."""
         ahead = self._counts.ahead_of(self._worker)
         if ahead:
-            self._pause(PATIENCE_SECONDS * min(ahead, _MOST_AHEAD))
+            self._loop.remove_reader(self._socket)
+            self._hold_back(self._loop.time() + PATIENCE_SECONDS * min(ahead, _MOST_AHEAD))
         else:
             self._accept()
 
-    def _pause(self, seconds: float) -> None:
-        self._loop.remove_reader(self._socket)
-        self._later = self._loop.call_later(seconds, self._resume)
+    def _hold_back(self, until: float) -> None:
+        if self._loop.time() < until and self._counts.ahead_of(self._worker):
+            self._later = self._loop.call_later(_LOOK_SECONDS, self._hold_back, until)
+        else:
+            self._resume()
 
     def _resume(self) -> None:
         self._later = None
@@ -76,7 +81,8 @@ class SharedListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError:     # the system is short of descriptors or memory
-            self._pause(_PAUSE_SECONDS)
+            self._loop.remove_reader(self._socket)
+            self._later = self._loop.call_later(_PAUSE_SECONDS, self._resume)
             return
         self._counts.add(self._worker, 1)
         task = self._loop.create_task(self._open(connection))
