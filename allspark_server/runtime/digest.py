@@ -34,6 +34,10 @@ FOREIGN: tuple[tuple[str, int, dict[str, Any]], ...] = (
            ("int4", 32, {"scales": "float16", "zeros": "offsets", "super_group": 256, "scale_bits": 8, "center": 0}),
            ("int8", 16, {"scales": "float16", "zeros": "none", "super_group": 256, "scale_bits": 8, "center": 32}),
            ("e4m3", 64, {"scales": "float32", "zeros": "none"}), ("nf4", 64, {"scales": "float32", "zeros": "none"}))
+# Of experts in mixed groups, which no other matrices have.
+EXACT: tuple[tuple[str, int, dict[str, Any]], ...] = (
+         ("e2m1a16", 32, {"scales": "bfloat16", "zeros": "none"}),
+         ("e2m1a16", 16, {"scales": "float32", "zeros": "none"}))
 CACHES = ("float32", "bfloat16", "int8", "uint4")
 
 
@@ -105,13 +109,15 @@ def run(executor: Any, lengths: tuple[int, ...], adapter: int = -1, groups: int 
 def _foreign(dtype: str, group: int, layout: dict[str, Any]) -> str:
     """Digest of GEMMs of a matrix whose scales have this layout."""
     n, k, e = 70, 576, native_library().Executor(num_threads=1)
-    bits, nested = 4 if dtype in ("int4", "nf4") else 8, layout.get("super_group", 0)
+    bits, nested = 4 if dtype in ("int4", "nf4", "e2m1a16") else 8, layout.get("super_group", 0)
     identity, groups = e.add_matrix(n, k, dtype, group, **layout), k // (group or k)
 
     def integers(columns: int, seed: int, most: int) -> np.ndarray:
         return (np.abs(fixed_values((n, columns), seed)) * np.float32(most)).astype(np.uint8)
 
-    scales = fixed_values((n, groups), 2).astype(layout["scales"])
+    scales = fixed_values((n, groups), 2)
+    scales = (scales.view(np.uint32) >> 16).astype(np.uint16) if layout["scales"] == "bfloat16" else \
+        scales.astype(layout["scales"])
     zeros = integers(groups, 3, 15) if layout["zeros"] == "points" else None
     above = None
     if nested:
@@ -141,6 +147,12 @@ def expert_digests() -> dict[str, str]:
     """Digests of models with experts, by weight format."""
     return {f"experts {weights}": run(decoder(weights, group, "float32", experts=True), (3, 37, 1))
             for weights, group in WEIGHTS}
+
+
+@functools.lru_cache(maxsize=1)
+def exact_digests() -> dict[str, str]:
+    """Digests of what a rank of experts in a mixed group computes: the exact recipe, and layers of experts."""
+    return {**{f"exact {i}": _foreign(*form) for i, form in enumerate(EXACT)}, **expert_digests()}
 
 
 @functools.lru_cache(maxsize=1)
@@ -244,9 +256,11 @@ def gpu_digests(index: int) -> dict[str, str]:
     return {**found, "vocabulary": sample(), "samplings": sampled(more_samplings()), "device": "CUDA"}
 
 
-def results_digest(gpu: int | None = None) -> str:
-    """One digest of all cases, of the CPU or (gpu: its index) of a GPU."""
-    if gpu is None:
+def results_digest(gpu: int | None = None, experts: bool = False) -> str:
+    """One digest of all cases, of the CPU or (gpu: its index) of a GPU. experts: of a mixed group's rank of experts."""
+    if experts:
+        found = exact_digests()
+    elif gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
         found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign,
                  **recurrent_digests(), **latent_digests(), **heads_digests(), **encoder_digests(),

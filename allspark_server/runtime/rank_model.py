@@ -22,7 +22,7 @@ from allspark_server.runtime.roles import Role
 from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.draft_head import find_layers, is_of_head, open_layer
 from allspark_server.weights.eagle import open_eagle
-from allspark_server.weights.formats import UNQUANTIZED_DTYPES, WeightFormat, not_numbers, wanted_formats
+from allspark_server.weights.formats import UNQUANTIZED_DTYPES, WeightFormat, exact, not_numbers, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
 from allspark_server.weights.lora import LoraAdapter, open_adapter
 from allspark_server.weights.quantized import ColumnSlice
@@ -120,6 +120,8 @@ class RankModel:
         def form_of(weight: Weight, form: WeightFormat) -> WeightFormat:
             if weight.name in head_matrices:
                 return device.head_form(form)
+            if self._mixed and weight.experts:
+                return exact(form)
             firsts = [weight.column_range_of(rank, self.world)[0] for rank in range(self.world)]
             return device.form_of(form, bool(weight.experts), firsts)
 
@@ -128,8 +130,8 @@ class RankModel:
                         for name, form in wanted_formats(graph, config, unquantized).items()}
         #: the same of matrices that only ranks with another role have, which compute on CPUs
         self._elsewhere = {} if not self._mixed else {
-            name: form for name, form in wanted_formats(self.whole, config, unquantized).items()
-            if name not in graph.weights}
+            name: exact(form) if self.whole.weights[name].experts else form
+            for name, form in wanted_formats(self.whole, config, unquantized).items() if name not in graph.weights}
         self._tell_of_cut_blocks(device)
         self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
         if form.dtype == "e4m3" and config.weight_dtype == "bfloat16":  # other bits than as it is stored

@@ -365,8 +365,8 @@ class RankModels:
         self.runners[name] = runner
         answer = Answer(value=spans, host_spans=runner.host_spans, digest=runner.digest, address=runner.address,
                         host=self._host)
-        if self._host or (config.on_gpus and self.world > 1):
-            answer.results = results_digest(runner.gpu)
+        if self._host or runner.role.mixed or (config.on_gpus and self.world > 1):
+            answer.results = results_digest(runner.gpu, runner.role.experts)
         if self._host and self._leads:
             answer.files = file_digests(config)
         return answer

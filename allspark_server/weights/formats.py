@@ -27,6 +27,9 @@ STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *SMALL_FLOATS)
 SCALE_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # scales of quantized checkpoints
 NESTED_TYPE = "I8"  # of nested scales
 MOST_CODES = {8: 256, 4: 16}
+#: formats whose products sum integers exactly within a group, and what the native library calls them
+EXACT = {"int8": "int8", "int4": "int4", "w8a8": "w8a8", "w4a8": "w4a8", "e2m1": "e2m1a16"}
+LONGEST_EXACT = 1024  # columns of a group whose sums with 16-bit activations are the same on every instruction set
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,14 @@ class ScaleLayout:
 @dataclass(frozen=True)
 class WeightFormat:
     """The format of a matrix: weight_dtype (except "auto") and weight_group_size as in AsModelConfig; for a matrix of a
-    quantized checkpoint also the layout of its scales.
+    quantized checkpoint also the layout of its scales. exact: products follow the recipe of experts in mixed groups,
+    the same on every device (docs/decisions/hybrid.md).
     """
 
     dtype: str
     group_size: int = 0
     layout: ScaleLayout = ScaleLayout()
+    exact: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -114,16 +119,29 @@ class WeightFormat:
         if layout.super_group:
             layout = replace(layout, super_group=group_of_slice(layout.super_group, first))
         changed = {name: value for name, value in layout.changed().items() if name != "permuted"}
-        return {"dtype": self.dtype, "group_size": group_of_slice(self.group_size, first), **changed}
+        dtype, size = self.dtype, group_of_slice(self.group_size, first)
+        if self.exact:
+            if dtype not in ("w8a8", "w4a8") and not 0 < size <= LONGEST_EXACT:  # several groups with the same scale
+                size = gcd(size, LONGEST_EXACT)
+            dtype = EXACT[dtype]
+        return {"dtype": dtype, "group_size": size, **changed}
 
     def __str__(self) -> str:
         text = f"{self.dtype}:{self.group_size}" if self.group_size else self.dtype
-        return "/".join([text, *(f"{name}={value}" for name, value in self.layout.changed().items())])
+        more = ["exact"] if self.exact else []
+        return "/".join([text, *(f"{name}={value}" for name, value in self.layout.changed().items()), *more])
 
 
 def not_numbers(dtype: str) -> str:
     """A description, for messages, of the values that a matrix of this type cannot hold."""
     return "NaN or infinite" + (", or beyond the range of float16" if dtype == "float16" else "")
+
+
+def exact(form: WeightFormat) -> WeightFormat:
+    """The format of routed experts in a mixed group that are stored in the format `form`: by the exact recipe, if the
+    format has one.
+    """
+    return replace(form, exact=True) if form.dtype in EXACT else form
 
 
 def activated(form: WeightFormat) -> WeightFormat:

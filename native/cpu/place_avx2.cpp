@@ -109,7 +109,7 @@ AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t colum
                         int lane) {
   constexpr int kUnit = kBits == 4 ? 8 : 4, kHalf = 4 * kUnit, kChunk = 8 * kUnit;
   const int64_t stride = (int64_t)w.panel * 4;
-  const V bias = _mm256_set1_epi8((char)w.bias);
+  const V bias = _mm256_set1_epi8((char)w.bias), inverted = _mm256_set1_epi8((char)(w.inverted() * 0x11));
   const int end = w.k / kChunk * kChunk;
   const auto place_of = [&](int k) __attribute__((always_inline)) {
     const int g = k / w.group;
@@ -127,6 +127,7 @@ AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t colum
         for (int i = 0; i < 8; i++) {
           x[i] = eight_lanes<kPacking, kBits>(from + i * stored.stride, column + k0 + piece * kChunk);
           if constexpr (kBits == 8) x[i] = _mm256_add_epi8(x[i], bias);
+          else x[i] = _mm256_xor_si256(x[i], inverted);
         }
         store_columns(x, to[2 * piece] + r * 4, to[2 * piece + 1] + r * 4, stride);
       }

@@ -232,6 +232,8 @@ int place_values(const Packed& w, const StoredRows& stored, int64_t column, int6
       codes_of_row(stored, row + r, column + k, n, q[r]);
       if (w.bias)
         for (int i = 0; i < n; i++) q[r][i] = (uint8_t)(q[r][i] + w.bias);
+      if (w.inverted())
+        for (int i = 0; i < n; i++) q[r][i] ^= w.inverted();
       if (n < kPlacedK) std::memset(q[r] + n, 0, kPlacedK - n);
     }
     for (int at = 0, g = first; at < n; at += w.group, g++) {
@@ -270,11 +272,11 @@ int64_t place_any(const Packed& w, const StoredRows& stored, int64_t row_offset,
 // Whether the words are whole lanes of w.
 bool fits_words(const Packed& w, const StoredRows& stored, int64_t column) {
   return stored.packing == Packing::words && w.planes && column % w.unit() == 0 && w.k % w.unit() == 0 &&
-         w.group % w.unit() == 0 && !w.bias;
+         w.group % w.unit() == 0 && !w.bias && !w.inverted();
 }
 bool fits_octets(const Packed& w, const StoredRows& stored, int64_t row_offset) {
-  return stored.packing == Packing::octets && w.unit() == 8 && w.k % 8 == 0 && w.group % 8 == 0 && w.panel % 8 == 0 &&
-         (stored.skipped - row_offset) % 8 == 0;
+  return stored.packing == Packing::octets && w.unit() == 8 && !w.inverted() && w.k % 8 == 0 && w.group % 8 == 0 &&
+         w.panel % 8 == 0 && (stored.skipped - row_offset) % 8 == 0;
 }
 
 // Reorders words of eight k from sequential order into that of lanes (format.h).

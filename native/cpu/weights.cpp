@@ -13,13 +13,13 @@ namespace as {
 
 Format format_of(const std::string& name) {
   const std::map<std::string, Format> formats = {
-      {"float32", Format::f32}, {"bfloat16", Format::bf16}, {"int8", Format::int8},
-      {"int4", Format::int4},   {"w8a8", Format::w8a8},     {"w4a8", Format::w4a8},
-      {"e4m3", Format::e4m3},   {"nf4", Format::nf4},       {"e2m1", Format::e2m1}};
+      {"float32", Format::f32}, {"bfloat16", Format::bf16},  {"int8", Format::int8}, {"int4", Format::int4},
+      {"w8a8", Format::w8a8},   {"w4a8", Format::w4a8},      {"e4m3", Format::e4m3}, {"nf4", Format::nf4},
+      {"e2m1", Format::e2m1},   {"e2m1a16", Format::e2m1a16}};
   const auto found = formats.find(name);
   if (found == formats.end())
-    throw std::invalid_argument("dtype must be float32, bfloat16, int8, int4, w8a8, w4a8, e4m3, nf4 or e2m1, got " +
-                                name);
+    throw std::invalid_argument(
+        "dtype must be float32, bfloat16, int8, int4, w8a8, w4a8, e4m3, nf4, e2m1 or e2m1a16, got " + name);
   return found->second;
 }
 
@@ -32,11 +32,11 @@ Packed packed_of(const Rules& rules, int out_features, int in_features, const st
       (scaling.group_rows != 1 || scaling.permuted || (nested && scaling.scales != ScaleType::float16) ||
        (nested && (scaling.scale_bits != 8 || scaling.zeros == ZeroType::points)) ||
        scaling.scales == ScaleType::none || scaling.scales == ScaleType::e8m0 ||
-       (is_small_float(format) && scaling.zeros != ZeroType::none)))
+       (is_coded(format) && scaling.zeros != ZeroType::none)))
     throw std::invalid_argument(
         "the CPU backend takes scales of float32, bfloat16 and float16 for each row and group, or float16 times 8 "
         "bits, and no offsets or zero points of small floats");
-  if (is_small_float(format) && scaling.is_default())
+  if (is_coded(format) && scaling.is_default())
     throw std::invalid_argument("a matrix of " + dtype + " has no offsets: pass the layout of its scales");
   if (gathered < 0 || (gathered && (!is_quantized(format) || is_small_float(format))))
     throw std::invalid_argument("an order of columns needs a matrix of quantized integers");

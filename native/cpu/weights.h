@@ -17,8 +17,8 @@ inline size_t matrix_bytes(const Packed& m, int experts = 1) {
   return (size_t)experts * m.panels() * m.panel_bytes + 4096;
 }
 
-// "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "e4m3", "nf4" or "e2m1". Throws std::invalid_argument for
-// another name.
+// "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "e4m3", "nf4", "e2m1" or "e2m1a16". Throws
+// std::invalid_argument for another name.
 Format format_of(const std::string& name);
 
 // The layout of a matrix for this instruction set's kernels. Throws std::invalid_argument if they cannot have it.

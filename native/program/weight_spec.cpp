@@ -14,14 +14,14 @@ struct FormatSpec {
   Values values;
 };
 
-// w8a8 and w4a8 are stored as int8 and int4, and float8 as e4m3. They quantize activations, too.
+// w8a8 and w4a8 are stored as int8 and int4, float8 as e4m3, e2m1a16 as e2m1. They quantize activations, too.
 constexpr FormatSpec kFormats[] = {
-    {"float32", 32, Values::plain},    {"bfloat16", 16, Values::plain},   {"float16", 16, Values::plain},
-    {"int8", 8, Values::integers},     {"int4", 4, Values::integers},     {"w8a8", 8, Values::integers},
-    {"w4a8", 4, Values::integers},     {"int6", 6, Values::integers},     {"int5", 5, Values::integers},
-    {"int3", 3, Values::integers},     {"int2", 2, Values::integers},     {"nf4", 4, Values::small_floats},
-    {"e2m1", 4, Values::small_floats}, {"e4m3", 8, Values::small_floats}, {"float8", 8, Values::small_floats},
-    {"mxfp4", 4.25, Values::plain}};  // with a byte for the scale of each 32
+    {"float32", 32, Values::plain},      {"bfloat16", 16, Values::plain},      {"float16", 16, Values::plain},
+    {"int8", 8, Values::integers},       {"int4", 4, Values::integers},        {"w8a8", 8, Values::integers},
+    {"w4a8", 4, Values::integers},       {"int6", 6, Values::integers},        {"int5", 5, Values::integers},
+    {"int3", 3, Values::integers},       {"int2", 2, Values::integers},        {"nf4", 4, Values::small_floats},
+    {"e2m1", 4, Values::small_floats},   {"e2m1a16", 4, Values::small_floats}, {"e4m3", 8, Values::small_floats},
+    {"float8", 8, Values::small_floats}, {"mxfp4", 4.25, Values::plain}};  // with a byte for the scale of each 32
 
 const FormatSpec& format_spec(const std::string& name) {
   std::string known;

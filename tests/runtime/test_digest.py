@@ -173,3 +173,11 @@ def test_the_digest_covers_each_of_its_cases(monkeypatch):
             monkeypatch.setattr(digest, name, lambda case=case, found=found, cases=cases: {**cases, case: found[::-1]})
             assert digest.results_digest() != before, case
             monkeypatch.undo()
+
+
+def test_the_digest_of_experts_covers_the_exact_recipe(monkeypatch):
+    before, cases = digest.results_digest(experts=True), digest.exact_digests()
+    assert before != digest.results_digest() and set(cases) > {"exact 0", "exact 1"}
+    for case, found in cases.items():
+        monkeypatch.setattr(digest, "exact_digests", lambda case=case, found=found: {**cases, case: found[::-1]})
+        assert digest.results_digest(experts=True) != before, case

@@ -18,6 +18,7 @@ checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and tr
 from support import quantized_checkpoints
 from support.checkpoints import checkpoint, prompt_of
 from support.driver import Driver, shared_memories, together
+from support.mxfp4_checkpoint import mxfp4_pair
 
 FORMATS = {"float32": {}, "bfloat16": {"weight_dtype": "bfloat16"}, "int8": {"weight_dtype": "int8"},
            "w8a8": {"weight_dtype": "w8a8"}, "int4": {"weight_dtype": "int4", "weight_group_size": 32},
@@ -72,6 +73,33 @@ def test_formats_of_other_programs(tmp_path, name):
     np.testing.assert_array_equal(np.stack(logits), np.stack(rows))
     (_, near), _ = generated(path, 3, **mixed(2))
     np.testing.assert_allclose(near[0], logits[0], atol=3e-3)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_4_bit_floats_by_the_exact_recipe(tmp_path, name):
+    """Other bits than an ordinary rank's floats, near them, and the same in any chunks."""
+    if name == "mxfp4":
+        path, _ = mxfp4_pair(tmp_path)
+    else:
+        path, _ = quantized_checkpoints.write_pair(tmp_path, quantized_checkpoints.GLM,
+                                                   *quantized_checkpoints.float4("nvfp4-pack-quantized", 16), seed=5)
+    (tokens, logits), info = generated(path, 1)
+    for experts in (1, 2):
+        (own, rows), other = generated(path, 1 + experts, **mixed(experts))
+        np.testing.assert_allclose(rows[0], logits[0], atol=1e-3)
+        assert (np.stack(rows) != np.stack(logits)).any() and own[0] == tokens[0]
+        assert info.model_hash != other.model_hash
+        (_, cut), _ = generated(path, 1 + experts, 17, **mixed(experts))
+        np.testing.assert_array_equal(np.stack(rows), np.stack(cut))
+
+
+def test_the_formats_of_experts_are_exact():
+    with Driver(checkpoint("qwen3-moe"), 2, engine_max_length=256, cache_memory=4 << 20, weight_dtype="int8",
+                **mixed(1)) as driver:
+        model, experts = (runner._model for runner in driver.runners)
+    assert {str(form) for form in experts.formats.values()} == {"int8/exact"}
+    assert not any(form.exact for form in model.formats.values())
+    assert {name: form for name, form in model.opened_formats.items() if form.exact} == experts.formats
 
 
 @pytest.mark.parametrize("experts", [2, 3, 4])      # 9, 8 and 8 units of features on 3; whole experts on 4

@@ -12,11 +12,12 @@ namespace AS_ISA {
 namespace {
 
 // A row's scale and its inverse for values up to `most`: a = x / scale, rounded to nearest. A NaN or infinite x makes
-// the scale and the row's results NaN. A row of (nearly) zeros gets the inverse 0 and becomes zeros.
+// the scale and the row's results NaN. A row of (nearly) zeros gets the inverse 0 and becomes zeros. The scale is that
+// of products with integers that are `unit` times the weights.
 struct RowScale {
   float scale, inverse;
 };
-RowScale row_scale(const float* x, int k, float most) {
+RowScale row_scale(const float* x, int k, float most, float unit) {
   vf largest = vzero(), poison = vzero();
   int i = 0;
   for (; i + W <= k; i += W) {
@@ -31,8 +32,11 @@ RowScale row_scale(const float* x, int k, float most) {
   }
   if (std::isnan(bad)) return {NAN, 0};
   if (!(top > 1e-34f)) return {0, 0};
-  return {top / most, most / top};
+  return {top / (most * unit), most / top};
 }
+
+// The integers of a format's weights are this many times the weights.
+AS_INLINE float weight_unit(const Packed& w) { return w.format == Format::e2m1a16 ? 2.0f : 1.0f; }
 
 // n <= W values of a row in the order of w's k, from k on.
 AS_INLINE const float* values_of(const Packed& w, const float* x, int k, int n, float (&gathered)[W]) {
@@ -75,7 +79,7 @@ void quantize_planes(const Packed& w, const ConvertedLayout& at, const float* x,
 
 void quantize_row(const Packed& w, const float* x, char* out) {
   const ConvertedLayout at = converted_layout(w);
-  const RowScale row = row_scale(x, w.inputs, w.planes == 1 ? 127.0f : 127.0f * 256 + 127);
+  const RowScale row = row_scale(x, w.inputs, w.planes == 1 ? 127.0f : 127.0f * 256 + 127, weight_unit(w));
   std::memcpy(out + at.scale_at, &row.scale, 4);
   if (row.inverse == 0) {
     std::memset(out, 0, at.scale_at);

@@ -7,6 +7,7 @@
 //   int8, w8a8          [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products read them
 //   int4, w4a8          [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b in its lower half and of k =
 //                       4 + b in its upper half
+//   e2m1a16             the same with inverted codes, whose integers are twice the weights (integer_codes.h)
 //   e4m3                [k][panel] bytes, floats of 8 bits
 //   nf4, e2m1           [k / 2][panel] bytes, with the even k in the lower half
 // A quantized panel is a sequence of groups along k. Each group starts with a head of scales [panel] and offsets
@@ -26,10 +27,11 @@
 
 namespace as {
 
-enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8, e4m3, nf4, e2m1 };
+enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8, e2m1a16, e4m3, nf4, e2m1 };
 
 AS_INLINE bool is_quantized(Format f) { return f >= Format::int8; }
 AS_INLINE bool is_small_float(Format f) { return f >= Format::e4m3; }  // multiplied as floats
+AS_INLINE bool is_coded(Format f) { return f >= Format::e2m1a16; }     // values of a table, not integers
 AS_INLINE int bits_of(Format f) {
   switch (f) {
     case Format::f32:
@@ -57,15 +59,16 @@ struct Packed {
   Format format;
   int group;   // k of a group (the last may be shorter); all of k in formats without groups
   bool pairs;  // bfloat16 laid out in pairs of k
-  int planes;  // int8 values of an activation: 1 at 8 bits (w8a8, w4a8), 2 at 16 bits (int8, int4), 0 if it is a float
+  int planes;  // int8 values of an activation: 1 at 8 bits (w8a8, w4a8), 2 at 16 (int8, int4, e2m1a16), 0: it is a
+               // float
   size_t panel_bytes;
   ScaleLayout scaling = {};
-  bool plain_scales = true;  // bfloat16 scales and offsets
-  bool half_scales = false;  // float16 scales of symmetric integers without offsets: the most common third-party layout
-  int bias = 0;              // of 8-bit integers: added to the quantized value so that its center is 128
-  size_t head_bytes = 0;     // of a group
-  size_t first_group = 0;    // bytes of a panel before its first group: the super-groups' scales
-  int inputs = 0;            // values of a row of activations: k without `order`
+  bool plain_scales = true;    // bfloat16 scales and offsets
+  bool lone_scales = false;    // scales of symmetric integers without offsets: the most common third-party layout
+  int bias = 0;                // of 8-bit integers: added to the quantized value so that its center is 128
+  size_t head_bytes = 0;       // of a group
+  size_t first_group = 0;      // bytes of a panel before its first group: the super-groups' scales
+  int inputs = 0;              // values of a row of activations: k without `order`
   const int* order = nullptr;  // the activation that each k reads, -1 for a zero; null: its own
 
   AS_INLINE int panels() const { return (n + panel - 1) / panel; }
@@ -93,6 +96,8 @@ struct Packed {
   AS_INLINE int super_groups() const {
     return scaling.super_group ? (k + scaling.super_group - 1) / scaling.super_group : 0;
   }
+  // Flips the bits of 4-bit codes where they are stored inverted.
+  AS_INLINE uint8_t inverted() const { return format == Format::e2m1a16 ? 15 : 0; }
   AS_INLINE int middle() const { return 1 << (bits_of(format) - 1); }
   // The quantized value that stands for 0, without zero points.
   AS_INLINE int center() const { return scaling.center < 0 ? middle() : scaling.center; }
@@ -118,16 +123,15 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
            format,
            group_size && quantized ? std::min(group_size, k) : k,
            rules.bf16_pairs && format == Format::bf16,
-           format == Format::w8a8 || format == Format::w4a8   ? 1
-           : format == Format::int8 || format == Format::int4 ? 2
-                                                              : 0,
+           format == Format::w8a8 || format == Format::w4a8    ? 1
+           : is_quantized(format) && format <= Format::e2m1a16 ? 2
+                                                               : 0,
            0};
   m.inputs = inputs ? inputs : k;
   if (quantized) {
     m.scaling = scaling, m.plain_scales = scaling.is_default();
     m.bias = m.planes && bits_of(format) == 8 ? m.middle() - m.center() : 0;
-    m.half_scales = scaling.scales == ScaleType::float16 && scaling.zeros == ZeroType::none && !scaling.super_group &&
-                    m.middle() == m.center() + m.bias;
+    m.lone_scales = scaling.zeros == ZeroType::none && !scaling.super_group && m.middle() == m.center() + m.bias;
     const size_t line = m.panel % 32 ? 32 : 64;  // aligns vectors of weights as if there were no head
     m.head_bytes = ((size_t)m.panel * (m.scale_bytes() + m.zero_bytes()) + line - 1) / line * line;
     m.first_group = m.super_groups() * m.super_bytes();

@@ -21,7 +21,9 @@ AS_INLINE void with_format(const Packed& w, Work&& work) {
     case Format::int8:
       return work(WideBytes(), two);
     case Format::int4:
-      return work(WideNibbles(), two);
+      return work(WideNibbles<PlainCodes>(), two);
+    case Format::e2m1a16:
+      return work(WideNibbles<E2M1Codes>(), two);
     case Format::w8a8:
       return work(Bytes(), one);
     default:

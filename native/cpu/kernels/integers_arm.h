@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu/kernels/format.h"
+#include "cpu/kernels/integer_codes.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/simd.h"
 
@@ -78,8 +79,9 @@ struct Bytes {
 
 // Multiplies the lower halves of a unit's bytes, then loads the bytes again for the upper halves. Keeping both would
 // take too many registers.
-struct Nibbles {
-  static constexpr int kMiddle = 8, kUnit = 8;
+template <typename Codes>
+struct NibblesOf {
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8;
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
@@ -94,12 +96,12 @@ struct Nibbles {
       vi weights[NV];
       prefetch_unit(w);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) weights[v] = nibbles<0>(iload(w + v * W * 4));
+      for (int v = 0; v < NV; v++) weights[v] = Codes::of(nibbles<0>(iload(w + v * W * 4)));
       dot_rows(weights, line, i, acc);
       const char* again = w;
       asm("" : "+r"(again));  // forces a second load
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) weights[v] = nibbles<1>(iload(again + v * W * 4));
+      for (int v = 0; v < NV; v++) weights[v] = Codes::of(nibbles<1>(iload(again + v * W * 4)));
       if constexpr (kSplit) dot_rows(weights, line, i + 4, upper);
       else dot_rows(weights, line, i + 4, acc);
     }
@@ -161,8 +163,9 @@ struct Bytes {
   }
 };
 
-struct Nibbles {
-  static constexpr int kMiddle = 8, kUnit = 8;
+template <typename Codes>
+struct NibblesOf {
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8;
   using Value = int16_t;
   template <int J, int R>
   static AS_INLINE void add(uint8x16_t weights, const int16x4_t (&values)[R], vi (&acc)[R][NV]) {
@@ -177,15 +180,15 @@ struct Nibbles {
       const uint8x16x4_t weights = vld4q_u8(reinterpret_cast<const uint8_t*>(w));
       int16x4_t values[R];
       load_values(line, i, values);
-      add<0>(vandq_u8(weights.val[0], low), values, acc);
-      add<1>(vandq_u8(weights.val[1], low), values, acc);
-      add<2>(vandq_u8(weights.val[2], low), values, acc);
-      add<3>(vandq_u8(weights.val[3], low), values, acc);
+      add<0>(Codes::of(vandq_u8(weights.val[0], low)), values, acc);
+      add<1>(Codes::of(vandq_u8(weights.val[1], low)), values, acc);
+      add<2>(Codes::of(vandq_u8(weights.val[2], low)), values, acc);
+      add<3>(Codes::of(vandq_u8(weights.val[3], low)), values, acc);
       load_values(line, i + 4, values);
-      add<0>(vshrq_n_u8(weights.val[0], 4), values, acc);
-      add<1>(vshrq_n_u8(weights.val[1], 4), values, acc);
-      add<2>(vshrq_n_u8(weights.val[2], 4), values, acc);
-      add<3>(vshrq_n_u8(weights.val[3], 4), values, acc);
+      add<0>(Codes::of(vshrq_n_u8(weights.val[0], 4)), values, acc);
+      add<1>(Codes::of(vshrq_n_u8(weights.val[1], 4)), values, acc);
+      add<2>(Codes::of(vshrq_n_u8(weights.val[2], 4)), values, acc);
+      add<3>(Codes::of(vshrq_n_u8(weights.val[3], 4)), values, acc);
     }
   }
 };
@@ -199,8 +202,10 @@ inline vf round_doubles(const double* sums, double less) {
   return vcvt_high_f32_f64(vcvt_f32_f64(vsubq_f64(vld1q_f64(sums), minus)), vsubq_f64(vld1q_f64(sums + 2), minus));
 }
 #endif
+using Nibbles = NibblesOf<PlainCodes>;
 using WideBytes = Bytes;
-using WideNibbles = Nibbles;
+template <typename Codes>
+using WideNibbles = NibblesOf<Codes>;
 
 // rounded() multiplies n <= W values by factor, rounds to nearest even, and zeroes the other lanes. store_values()
 // stores n <= W lanes as bytes, or as 16 bits with n rounded up to a multiple of four.

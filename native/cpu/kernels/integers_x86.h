@@ -19,6 +19,7 @@
 #include <cstring>
 
 #include "cpu/kernels/format.h"
+#include "cpu/kernels/integer_codes.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/simd.h"
 
@@ -138,8 +139,9 @@ constexpr bool kWords = false;  // 16-bit values are two rows of 8-bit ones
 constexpr int rows_of_tile(int planes) { return MR / planes; }
 
 // 4-bit weights.
-struct Nibbles {
-  static constexpr int kMiddle = 8, kUnit = 8;
+template <typename Codes>
+struct NibblesOf {
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8;
   static constexpr bool kWidens = false;
   using Value = int8_t;
   template <int R, typename L>
@@ -158,7 +160,7 @@ struct Nibbles {
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) {
         const vi raw = iload(w + v * W * 4);
-        low[v] = iand(raw, mask), high[v] = iand(shift_right16<4>(raw), mask);
+        low[v] = Codes::of(iand(raw, mask)), high[v] = Codes::of(iand(shift_right16<4>(raw), mask));
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
@@ -179,8 +181,10 @@ struct Nibbles {
   }
 };
 
+using Nibbles = NibblesOf<PlainCodes>;
 using WideBytes = Bytes;
-using WideNibbles = Nibbles;
+template <typename Codes>
+using WideNibbles = NibblesOf<Codes>;
 
 #else
 
@@ -301,16 +305,18 @@ struct WideBytes {
   }
 };
 
-// 4-bit weights of int4. From the lowest bits on, a lane's 16-bit halves hold k = 0, 4, 1, 5 and 2, 6, 3, 7.
+// 4-bit weights of 16-bit activations. From the lowest bits on, a lane's 16-bit halves hold k = 0, 4, 1, 5 and 2, 6, 3,
+// 7.
+template <typename Codes>
 struct WideNibbles {
-  static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 0;
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8, kWideMiddle = 0;
   static constexpr bool kWidens = true;
   static constexpr int kFewRows = 12;
   using Value = int16_t;
   using Wide = int16_t;
   template <int J>
   static AS_INLINE vi pick(vi raw) {
-    return J == 3 ? shift_right16<12>(raw) : iand(shift_right16<4 * J>(raw), iset(0x000f000f));
+    return Codes::of(J == 3 ? shift_right16<12>(raw) : iand(shift_right16<4 * J>(raw), iset(0x000f000f)));
   }
   static constexpr int kAt[4] = {0, 2, 1, 3};  // the pair of the unit's activations for the J-th nibbles
   template <int J, int R, typename L>
@@ -331,7 +337,7 @@ struct WideNibbles {
     }
   }
   static AS_INLINE void widen(const char* w, int k, Wide* block) {
-    const vi middle = iset(0x00080008);
+    const vi middle = iset(kMiddle * 0x00010001);
     for (int i = 0; i < k; i += kUnit, w += NR * 4, block += NR * kUnit)
       for (int v = 0; v < NV; v++) {
         const vi raw = iload(w + v * W * 4);

@@ -59,20 +59,27 @@ struct Rows {
 
 // Where a group's scales come from: its head or, if not null, load_scales()'s conversion of it.
 struct GroupScales {
-  const uint16_t* head;
+  const char* head;
   const float* loaded;
-  bool half;  // float16 scales without offsets, otherwise bfloat16 scales and offsets
+  bool lone;       // scales without offsets, otherwise bfloat16 scales and offsets
+  ScaleType type;  // of lone scales
 
   AS_INLINE void load(vf (&scale)[NV], vf (&offset)[NV]) const {
     if (loaded) {
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) scale[v] = vload(loaded + v * W), offset[v] = vload(loaded + NR + v * W);
-    } else if (half) {
+    } else if (lone) {
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) scale[v] = vload_f16(head + v * W), offset[v] = vzero();
+      for (int v = 0; v < NV; v++) {
+        scale[v] = type == ScaleType::float16    ? Float16s::load(head, v)
+                   : type == ScaleType::bfloat16 ? BFloat16s::load(head, v)
+                                                 : Float32s::load(head, v);
+        offset[v] = vzero();
+      }
     } else {
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) scale[v] = vload_bf16(head + v * W), offset[v] = vload_bf16(head + NR + v * W);
+      for (int v = 0; v < NV; v++)
+        scale[v] = BFloat16s::load(head, v), offset[v] = BFloat16s::load(head + NR * BFloat16s::kBytes, v);
     }
   }
 };
@@ -115,7 +122,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLay
   vf total[R * NV];
   for (vf& t : total) t = vzero();
   alignas(64) float own_scales[kLoadedGroups * 2 * NR];
-  const bool direct = w.plain_scales || w.half_scales;
+  const bool direct = w.plain_scales || w.lone_scales;
   const int group = w.group, k = w.k;
   // Cached, because computing a group's address takes as long as the smallest products.
   const size_t head_bytes = w.head_bytes, group_bytes = w.group_bytes(group);
@@ -128,8 +135,8 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLay
     }
     const int length = std::min(group, k - g * group);
     const char* weights = head + head_bytes;
-    const GroupScales scales{reinterpret_cast<const uint16_t*>(head),
-                             direct ? nullptr : own_scales + g % kLoadedGroups * 2 * NR, w.half_scales};
+    const GroupScales scales{head, direct ? nullptr : own_scales + g % kLoadedGroups * 2 * NR, w.lone_scales,
+                             w.scaling.scales};
     auto line = [&](int r)
                     __attribute__((always_inline)) { return values + r / L * a.stride + r % L * at.plane_bytes; };
 #if defined(AS_WORDS)
@@ -190,7 +197,7 @@ void many_rows(const Packed& w, const ConvertedLayout& at, const Activations& a,
   alignas(64) vf totals[kBlockRows * NV];
   alignas(64) float own_scales[kBlockK / kSmallestGroup * 2 * NR];  // of a block's groups, converted, unless `direct`
   std::fill_n(totals, count * NV, vzero());
-  const bool cut = w.group > kBlockK, direct = w.plain_scales || w.half_scales;
+  const bool cut = w.group > kBlockK, direct = w.plain_scales || w.lone_scales;
   const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows,
             most = cut ? kBlockK : kBlockK / w.group * w.group;
   const size_t group_bytes = w.group_bytes(w.group), ahead = w.weight_bytes(most) / tiles;
@@ -212,10 +219,10 @@ void many_rows(const Packed& w, const ConvertedLayout& at, const Activations& a,
         const Rows<P> rows(at, a, groups, row + r0);
         vi* sums = kept + r0 * NV;
         double* wide_sums = wide + r0 * NR;
-        const uint16_t* scales = w.scales(panel, g0);
+        const char* scales = w.head(panel, g0);
         const float* converted = direct ? nullptr : own_scales;
-        const size_t scale_step = group_bytes / sizeof(*scales), converted_step = direct ? 0 : 2 * NR;
-        for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += scale_step, converted += converted_step) {
+        const size_t converted_step = direct ? 0 : 2 * NR;
+        for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += group_bytes, converted += converted_step) {
           const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
           F::template multiply<R>(
               block + (k0 - first) * NR, std::min(w.group, end - k0),
@@ -225,11 +232,11 @@ void many_rows(const Packed& w, const ConvertedLayout& at, const Activations& a,
           if (!ends) return;
           if (P == 2 && cut) {
             add_group<R>(
-                {scales, converted, w.half_scales}, rows, g,
+                {scales, converted, w.lone_scales, w.scaling.scales}, rows, g,
                 [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); }, totals + r0 * NV);
           } else {
             add_group<R>(
-                {scales, converted, w.half_scales}, rows, g,
+                {scales, converted, w.lone_scales, w.scaling.scales}, rows, g,
                 [&](int r, int v) __attribute__((always_inline)) {
                   const vi sum = sums[r * NV + v];
                   return to_float(F::kWideMiddle ? iadd(sum, iset(-F::kWideMiddle * rows.plane_sum(r, 0, g))) : sum);

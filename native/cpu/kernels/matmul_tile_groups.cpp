@@ -22,6 +22,7 @@
 
 #include "cpu/kernels/amx.h"
 #include "cpu/kernels/finish_sums.h"
+#include "cpu/kernels/integer_codes.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/simd.h"
 
@@ -54,15 +55,16 @@ Steps steps_of(int group) {
 }
 
 // Unpacks `units` of 8 k (4-bit weights) to signed bytes.
+template <typename Codes>
 void unpack_nibbles(const char* w, int units, size_t ahead, char* out) {
-  const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(8);
+  const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(Codes::kMiddle);
   for (int i = 0; i < units; i++, w += NR * 4, out += 2 * NR * 4)
     for (int v = 0; v < NV; v++) {
       prefetch_far(w + ahead + v * 64);
       const __m512i raw = _mm512_loadu_si512(w + v * 64);
-      _mm512_store_si512(out + v * 64, _mm512_sub_epi8(_mm512_and_si512(raw, mask), middle));
+      _mm512_store_si512(out + v * 64, _mm512_sub_epi8(Codes::of(_mm512_and_si512(raw, mask)), middle));
       _mm512_store_si512(out + NR * 4 + v * 64,
-                         _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(raw, 4), mask), middle));
+                         _mm512_sub_epi8(Codes::of(_mm512_and_si512(_mm512_srli_epi16(raw, 4), mask)), middle));
     }
 }
 // The same for 8-bit weights.
@@ -179,7 +181,8 @@ class GroupGemm {
       for (size_t line = 0; line < w_.head_bytes; line += 64) prefetch_far(later + line);
       const int k = w_.group_k(g0 + g), units = (k + 7) / 8;
       char* to = unpacked_ + g * group_bytes;
-      if (bits_of(w_.format) == 4) unpack_nibbles(w_.weights(panel, g0 + g), units, ahead, to);
+      if (w_.format == Format::e2m1a16) unpack_nibbles<E2M1Codes>(w_.weights(panel, g0 + g), units, ahead, to);
+      else if (bits_of(w_.format) == 4) unpack_nibbles<PlainCodes>(w_.weights(panel, g0 + g), units, ahead, to);
       else unpack_bytes(w_.weights(panel, g0 + g), units, ahead, to);
       last_steps_ = (k + step_ - 1) / step_;
       if (k < w_.group) std::memset(to + units * 8 * NR, 0, (size_t)(last_steps_ * step_ - units * 8) * NR);

@@ -443,6 +443,7 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
   if (!w.planes || m < kFew) return false;
   // With groups, a tile's sums are added to the totals every few steps, so tiles pay off later.
   if (w.groups() > 1) return matmul_tile_groups(w, a, bias, y, ldy, m, p0, p1);
+  if (w.format == Format::e2m1a16) return false;
   if (bits_of(w.format) == 4 && !widens(w, m, 1)) return false;
   const ConvertedLayout at = converted_layout(w);
   with_planes(w, [&](auto planes) {
@@ -464,6 +465,7 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
   }
   if (!w.planes) return false;
   if (w.groups() > 1) return matmul_gated_tile_groups(w, a, bias, out, m, p0, p1);
+  if (w.format == Format::e2m1a16) return false;
   if (bits_of(w.format) == 4 && !widens(w, m, 2)) return false;
   const ConvertedLayout at = converted_layout(w);
   with_planes(w, [&](auto planes) {

@@ -88,9 +88,10 @@ void read_row(const Packed& w, int64_t row, float* y) {
       const int to = w.order ? w.order[k] : k;
       if (to < 0) continue;
       const int code = code_of(w, weights, lane, i);
-      y[to] =
-          scale.scale * (is_small_float(w.format) ? small_float_value(w.format, code) : (float)(code - scale.center)) +
-          scale.offset;
+      const float value = is_small_float(w.format)      ? small_float_value(w.format, code)
+                          : w.format == Format::e2m1a16 ? small_float_value(Format::e2m1, code ^ w.inverted())
+                                                        : (float)(code - scale.center);
+      y[to] = scale.scale * value + scale.offset;
     }
   }
 }

@@ -1,0 +1,195 @@
+"""The exact recipe of experts in mixed groups, to the bit of tests/reference/exact.py on every instruction set: all
+formats, numbers of rows, and rows of zeros, NaN, infinities, extremes and outliers.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from allspark_server.weights.formats import ScaleLayout, WeightFormat, exact
+from reference import exact as reference
+from reference.encodings import E2M1
+from support.levels import LOWER, run_again
+
+MXFP4, NVFP4 = ("e2m1", 32, ScaleLayout("bfloat16", "none")), ("e2m1", 16, ScaleLayout("float32", "none"))
+CASES = {"MXFP4": MXFP4, "NVFP4": NVFP4, "e2m1 in a row": ("e2m1", 0, ScaleLayout("float16", "none")),
+         "e2m1 in 8": ("e2m1", 8, ScaleLayout("bfloat16", "none")),
+         "int8": ("int8", 0, ScaleLayout()), "int8 in 64": ("int8", 64, ScaleLayout()),
+         "int4 in 32": ("int4", 32, ScaleLayout()), "w8a8": ("w8a8", 0, ScaleLayout()),
+         "w4a8 in 64": ("w4a8", 64, ScaleLayout()), "symmetric int4": ("int4", 128, ScaleLayout("float16", "none")),
+         "symmetric int8": ("int8", 32, ScaleLayout("float32", "none")),
+         "int4 with points": ("int4", 64, ScaleLayout("float16", "points"))}
+# One past a panel of any instruction set, one past a unit of k, a short last group, more than a block of k.
+SIZES = ((1, 8), (25, 321), (33, 1031), (65, 96), (70, 2305))
+ROWS = (1, 2, 3, 5, 13, 40)
+
+
+def as_bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    bits = (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def scales_of(kind: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As they are stored, and as float32."""
+    if kind == "bfloat16":
+        return as_bfloat16(values)
+    stored = values.astype(kind)
+    return stored, stored.astype(np.float32)
+
+
+class Matrix:
+    """Random weights in a format; product() is the reference's."""
+
+    def __init__(self, form: WeightFormat, n: int, k: int, powers: tuple[int, int] | None = None):
+        rng = np.random.default_rng((n, k, form.group_size))
+        self.form, self.n, self.k = form, n, k
+        size, groups = form.group_size or k, form.groups(k)
+        quants = rng.integers(0, 1 << form.bits, (n, k)).astype(np.uint8)
+        numbers = rng.normal(size=(n, groups)) if powers is None else 2.0 ** rng.integers(*powers, (n, groups))
+        stored, self.scales = scales_of(form.layout.scales, numbers)
+        zeros = self.offsets = None
+        middle = 1 << (form.bits - 1)
+        if form.layout.zeros == "offsets":
+            zeros, self.offsets = as_bfloat16(rng.normal(size=(n, groups)))
+        elif form.layout.zeros == "points":
+            zeros = rng.integers(0, 1 << form.bits, (n, groups)).astype(np.uint8)
+            self.offsets = self.scales * (np.float32(middle) - zeros.astype(np.float32))
+        coded = form.dtype == "e2m1"
+        self.unit = 2 if coded else 1
+        self.integers = (2 * E2M1)[quants].astype(np.int64) if coded else quants.astype(np.int64) - middle
+        values = E2M1.astype(np.float32)[quants] if coded else self.integers.astype(np.float32)
+        with np.errstate(over="ignore"):
+            self.whole = self.scales[:, np.arange(k) // size] * values
+        packed = quants
+        if form.bits == 4:
+            even = np.pad(quants, ((0, 0), (0, k % 2)))
+            packed = np.ascontiguousarray(even[:, 0::2] | even[:, 1::2] << 4)
+        self.executor = _native.Executor(num_threads=2)
+        self.handle = self.executor.add_matrix(n, k, **form.native())
+        self.executor.fill_quantized(self.handle, packed, stored, zeros, form.bits, k, form.group_size)
+
+    def product(self, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+        return reference.product(x, self.integers, self.scales, self.offsets, self.form.group_size,
+                                 8 if self.form.dtype.startswith("w") else 16, self.unit, bias)
+
+    def check(self, x: np.ndarray, bias: np.ndarray | None = None) -> None:
+        found, wanted = self.executor.multiply(self.handle, x, self.n, bias), self.product(x, bias)
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+        numbers = ~np.isnan(wanted)
+        np.testing.assert_array_equal(found[numbers].view(np.uint32), wanted[numbers].view(np.uint32))
+
+
+def matrix(case: str, n: int, k: int, **more) -> Matrix:
+    dtype, group, layout = CASES[case]
+    return Matrix(exact(WeightFormat(dtype, group, layout)), n, k, **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_rows(case):
+    for n, k in SIZES:
+        own = matrix(case, n, k)
+        rng = np.random.default_rng(n)
+        x, bias = rng.normal(size=(40, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+        for rows in ROWS:
+            own.check(x[:rows], bias)
+        own.check(x[7:9])
+
+
+def adversarial(k: int) -> np.ndarray:
+    """Rows float32 [m, k]."""
+    rng = np.random.default_rng(k)
+    plain = rng.normal(size=k).astype(np.float32)
+    rows = [np.zeros(k), -np.zeros(k), plain * np.float32(5e37), plain * np.float32(1e-30), plain * np.float32(3e-34),
+            plain * np.float32(1e-40), np.full(k, 3.4028235e38), np.full(k, -1e-34), np.full(k, 1e-34),
+            np.full(k, 1.0000001e-34), np.where(np.arange(k) % 2, 1.0, -1.0), np.full(k, 1.0)]
+    for value in (np.nan, np.inf, -np.inf, 1e6, -3e38):     # one outlier
+        for at in (0, k // 2, k - 1):
+            row = plain.copy()
+            row[at] = value
+            rows.append(row)
+    halves = (rng.integers(-32639, 32639, k) + 0.5) / 32639   # ties of rounding
+    halves[0] = 1
+    return np.stack([*rows, halves]).astype(np.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adversarial_rows(case):
+    for n, k in ((25, 321), (40, 1031), (24, 32)):
+        own, x = matrix(case, n, k), adversarial(k)
+        own.check(x)
+        for row in x:
+            own.check(row[None])
+
+
+@pytest.mark.parametrize("powers", [(-127, -120), (120, 128), (-127, 128)])
+def test_scales_of_all_magnitudes(powers):
+    own = matrix("MXFP4", 30, 160, powers=powers)
+    own.check(np.random.default_rng(0).normal(size=(5, 160)).astype(np.float32))
+    own.check(adversarial(160))
+
+
+@pytest.mark.parametrize("case", ["MXFP4", "NVFP4", "e2m1 in a row"])
+def test_weights_are_those_stored(case):
+    for n, k in ((25, 322), (33, 1031), (64, 512)):
+        own = matrix(case, n, k)
+        rows = np.stack([own.executor.read_row(own.handle, row) for row in range(n)])
+        np.testing.assert_array_equal(rows, own.whole)
+
+
+@pytest.mark.parametrize("packing", ["rows", "swapped"])
+def test_slices_are_loaded_from_any_column(packing):
+    """Whole vectors and what is left, slices that begin inside a group."""
+    rng = np.random.default_rng(1)
+    n, k = 75, 640
+    quants = rng.integers(0, 16, (n, k)).astype(np.uint8)
+    scales, whole = as_bfloat16(rng.normal(size=(n, k // 32)))
+    values = E2M1.astype(np.float32)[quants] * np.repeat(whole, 32, axis=1)
+    first, second = (quants[:, 0::2], quants[:, 1::2])[:: 1 if packing == "rows" else -1]
+    for column, length, group in ((0, 640, 32), (64, 512, 32), (16, 200, 16), (8, 72, 8)):
+        executor = _native.Executor(num_threads=2)
+        handle = executor.add_matrix(n, length, "e2m1a16", group, scales="bfloat16", zeros="none")
+        assert not executor.fill_quantized(handle, np.ascontiguousarray(first | second << 4), scales, None, 4, k, 32,
+                                           column=column, packing=packing)
+        rows = np.stack([executor.read_row(handle, row) for row in range(n)])
+        np.testing.assert_array_equal(rows, values[:, column:column + length])
+
+
+def test_the_reference_rounds_once():
+    """Its fused multiply-add against exact sums."""
+    from fractions import Fraction
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.normal(size=3000).astype(np.float32) for _ in range(3))
+    c = np.where(rng.random(3000) < 0.5, -a * b * (1 + rng.integers(-2, 3, 3000) * 2.0**-23), c).astype(np.float32)
+    found = reference.fused(a, b, c)
+    for x, y, z, value in zip(a, b, c, found):
+        wanted = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        near = [value, np.nextafter(value, np.float32(np.inf)), np.nextafter(value, np.float32(-np.inf))]
+        distances = [abs(Fraction(float(each)) - wanted) for each in near]
+        assert distances[0] == min(distances)
+        assert distances.count(min(distances)) == 1 or value.view(np.uint32) % 2 == 0
+
+
+def test_what_is_refused():
+    executor = _native.Executor()
+    with pytest.raises(ValueError, match="has no offsets"):
+        executor.add_matrix(8, 64, "e2m1a16", 32)
+    with pytest.raises(ValueError, match="has no zero points"):
+        executor.add_matrix(8, 64, "e2m1a16", 32, scales="float32", zeros="points")
+
+
+def test_formats_without_a_recipe_stay():
+    for dtype in ("float32", "bfloat16", "e4m3", "nf4"):
+        assert not exact(WeightFormat(dtype)).exact
+    long = exact(WeightFormat("int8", 1536))
+    assert long.native()["group_size"] == 512 and str(long) == "int8:1536/exact"
+    assert exact(WeightFormat("w8a8")).native()["group_size"] == 0
+
+
+@pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="this is such a run")
+@pytest.mark.parametrize("isa", LOWER)
+def test_lower_instruction_sets(isa):
+    run_again(__file__, isa)
