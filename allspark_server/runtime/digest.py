@@ -152,7 +152,15 @@ def expert_digests() -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def exact_digests() -> dict[str, str]:
     """Digests of what a rank of experts in a mixed group computes: the exact recipe, and layers of experts."""
-    return {**{f"exact {i}": _foreign(*form) for i, form in enumerate(EXACT)}, **expert_digests()}
+    def empty() -> Any:
+        executor = native_library().Executor(num_threads=1)
+        executor.use_exact_activations()
+        return executor
+
+    found = {f"exact {i}": _foreign(*form) for i, form in enumerate(EXACT)}
+    found |= {f"exact experts {weights}": run(decoder(weights, group, "float32", experts=True, empty=empty), (3, 37, 1))
+              for weights, group in WEIGHTS}
+    return {**found, "exact variant": run_variant(variant("float32", 0, empty)), **expert_digests()}
 
 
 @functools.lru_cache(maxsize=1)

@@ -201,6 +201,8 @@ class ModelRunner:
         self._loaded()
         if self._exchange is not None:
             self._exchange.connect([bytes.fromhex(address) for address in addresses])
+            if self.role.experts and any(form.exact for form in self._shard.formats.values()):
+                self._executor.use_exact_activations()
             self._executor.set_exchange(self._exchange)
             return
         executors = [self._executor, *(executor for draft, executor in zip(self._drafts, self._draft_executors)

@@ -368,6 +368,8 @@ void bind_executor(py::module_& m) {
       "A new executor, for another model, that shares this one's threads.");
   executor.def("set_exchange", &Executor::set_exchange, py::arg("exchange"),
                "Sets the ExpertExchange of a mixed group, before allocate().");
+  executor.def("use_exact_activations", &Executor::use_exact_activations,
+               "Before allocate(): silu and other activations have the bits that they have on every device.");
   bind_model<Executor>(executor);
   bind_weights(executor);
   executor

@@ -40,18 +40,31 @@ void bind_kernels(py::module_& m) {
     kernels().rms_norm(x.data(), w.data(), y.mutable_data(), (int)x.size(), eps);
     return y;
   });
-  k.def("silu_mul", [](Floats gate, Floats up) {
-    expect(up.size() == gate.size(), "silu_mul: gate and up must have the same length");
-    Floats y(gate.size());
-    kernels().silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size());
-    return y;
-  });
-  k.def("clamped_silu_mul", [](Floats gate, Floats up, float alpha, float limit) {
-    expect(up.size() == gate.size(), "clamped_silu_mul: gate and up must have the same length");
-    Floats y(gate.size());
-    kernels().clamped_silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size(), alpha, limit);
-    return y;
-  });
+  // exact: the bits of every instruction set.
+  const auto table = [](bool exact) -> const Kernels& { return exact ? *kernels().exact : kernels(); };
+  const auto product = [&](const char* name, auto member) {
+    k.def(
+        name,
+        [=](Floats gate, Floats up, bool exact) {
+          expect(up.size() == gate.size(), (std::string(name) + ": gate and up must have the same length").c_str());
+          Floats y(gate.size());
+          (table(exact).*member)(gate.data(), up.data(), y.mutable_data(), (int)gate.size());
+          return y;
+        },
+        py::arg("gate"), py::arg("up"), py::arg("exact") = false);
+  };
+  product("silu_mul", &Kernels::silu_mul);
+  product("gelu_tanh_mul", &Kernels::gelu_tanh_mul);
+  product("gelu_mul", &Kernels::gelu_mul);
+  k.def(
+      "clamped_silu_mul",
+      [=](Floats gate, Floats up, float alpha, float limit, bool exact) {
+        expect(up.size() == gate.size(), "clamped_silu_mul: gate and up must have the same length");
+        Floats y(gate.size());
+        table(exact).clamped_silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size(), alpha, limit);
+        return y;
+      },
+      py::arg("gate"), py::arg("up"), py::arg("alpha"), py::arg("limit"), py::arg("exact") = false);
   k.def("rope", [](Floats x, Floats cosine, Floats sine) {
     expect(sine.size() == cosine.size() && x.size() == 2 * cosine.size(),
            "rope: x must be twice as long as cosine and sine");

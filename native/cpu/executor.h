@@ -38,6 +38,8 @@ class Executor : public Model {
   // Before allocate(): with the other ranks of a mixed group. A program with return_sums is that of a rank of experts,
   // whose steps compute what it is sent.
   void set_exchange(std::shared_ptr<ExpertExchange> exchange) { exchange_ = std::move(exchange); }
+  // Before allocate(): activations (silu and others) have the bits that they have on every device (kernels/silu.h).
+  void use_exact_activations() { exact_ = true; }
   // Compiles the program; program and weights must not change afterwards. drafts: a draft model, or the layers of a
   // draft head, which share this one's threads and were allocated with the same spans. masks: how many plans may refer
   // to. adapters: limits, if the program has lora ops. queued: begin() queues steps, as on asynchronous devices, for
@@ -76,7 +78,12 @@ class Executor : public Model {
   std::vector<const SpanCache*> caches() const;
   void make_decoder();
   Core core() {
-    return {rank_, world_, world_ > 1 ? shared_memory_.get() : nullptr, *pool_, kernels(), exchange_.get()};
+    return {rank_,
+            world_,
+            world_ > 1 ? shared_memory_.get() : nullptr,
+            *pool_,
+            exact_ ? *kernels().exact : kernels(),
+            exchange_.get()};
   }
   StepOutput compute_experts();
 
@@ -85,6 +92,7 @@ class Executor : public Model {
   std::shared_ptr<Pool> pool_;
   Weights weights_;
   std::shared_ptr<ExpertExchange> exchange_;
+  bool exact_ = false;
   Batch dispatched_;  // of a rank of experts
   std::vector<std::shared_ptr<Executor>> drafts_;
   std::unique_ptr<Adapters> adapters_;

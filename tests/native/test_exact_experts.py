@@ -4,12 +4,15 @@ formats, numbers of rows, and rows of zeros, NaN, infinities, extremes and outli
 
 from __future__ import annotations
 
+import hashlib
 import os
 
 import numpy as np
 import pytest
 
 from allspark_server import _native
+from allspark_server.runtime.digest import exact_digests
+from allspark_server.runtime.sampler_digest import fixed_values
 from allspark_server.weights.formats import ScaleLayout, WeightFormat, exact
 from reference import exact as reference
 from reference.encodings import E2M1
@@ -156,6 +159,36 @@ def test_slices_are_loaded_from_any_column(packing):
                                            column=column, packing=packing)
         rows = np.stack([executor.read_row(handle, row) for row in range(n)])
         np.testing.assert_array_equal(rows, values[:, column:column + length])
+
+
+def gates() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    gate = np.concatenate([rng.normal(size=3001) * scale for scale in (1e-40, 1e-3, 1, 10, 80, 1e4)]).astype(np.float32)
+    special = np.array([0, -0.0, 87.3, -87.3, 88, -88, 88.1, -88.1, 3e38, -3e38, np.inf, -np.inf, np.nan, 1e-45])
+    gate = np.concatenate([gate, np.repeat(special, 9).astype(np.float32)])
+    up = rng.normal(size=gate.size).astype(np.float32)
+    up[-9:], up[5], up[6] = (0, -0.0, 1, -1, np.inf, -np.inf, np.nan, 3e38, 1e-45), np.inf, np.nan
+    return gate, up
+
+
+@pytest.mark.parametrize("name, more", [("silu_mul", ()), ("gelu_tanh_mul", ()), ("clamped_silu_mul", (1.702, 7.0))])
+def test_activations(name, more):
+    gate, up = gates()
+    found = getattr(_native.kernels, name)(gate, up, *more, exact=True)
+    wanted = getattr(reference, name)(gate, up, *more)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
+    numbers = ~np.isnan(wanted)
+    np.testing.assert_array_equal(found[numbers].view(np.uint32), wanted[numbers].view(np.uint32))
+
+
+def test_the_bits_are_those_of_every_machine():
+    digests = exact_digests()
+    assert (digests["exact 0"], digests["exact 1"]) == ("b36c89d68fa281fe", "ac547cd71505efde")
+    gate, up = fixed_values((4099,), 7) * np.float32(100), fixed_values((4099,), 8) * np.float32(9)
+    kernels = _native.kernels
+    results = (kernels.silu_mul(gate, up, True), kernels.gelu_tanh_mul(gate, up, True),
+               kernels.gelu_mul(gate, up, True), kernels.clamped_silu_mul(gate, up, 1.702, 7.0, True))
+    assert hashlib.sha256(b"".join(x.tobytes() for x in results)).hexdigest()[:16] == "cd225c56bd65af07"
 
 
 def test_the_reference_rounds_once():

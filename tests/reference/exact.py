@@ -66,3 +66,49 @@ def product(x: np.ndarray, weights: np.ndarray, scales: np.ndarray, offsets: np.
     with np.errstate(all="ignore"):
         total = total * row_scale[:, None]
         return total if bias is None else total + bias
+
+
+# -- activations between gate_up and down ------------------------------------------------------------------------------
+F = np.float32
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    """The exponential e^x of float32 x <= 88; 0 below -87.3. NaN stays."""
+    low = F(-87.3)
+    with np.errstate(all="ignore"):
+        clipped = np.where(np.isnan(x), x, np.maximum(x, low))
+        n = np.rint(clipped * F(1.44269504088896341))
+        r = fused(n, np.full_like(x, F(-0.693359375)), clipped)
+        r = fused(n, np.full_like(x, F(2.12194440e-4)), r)
+        p = np.full_like(x, F(1) / F(5040))
+        for factor in (F(1) / F(720), F(1) / F(120), F(1) / F(24), F(1) / F(6), F(0.5), F(1), F(1)):
+            p = fused(p, r, np.full_like(x, factor))
+        power = ((np.nan_to_num(n).astype(np.int32) + 127) << 23).view(np.float32)
+        return np.where(x < low, F(0), p * power).astype(np.float32)
+
+
+def gated(gate: np.ndarray, x: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Float32 of gate / (1 + e^-x) * up."""
+    with np.errstate(all="ignore"):
+        negated = F(0) - x
+        e = exp(np.where(np.isnan(x), x, np.minimum(F(88), negated)))
+        return gate / (F(1) + e) * up
+
+
+def silu_mul(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """The product silu(gate) * up."""
+    return gated(gate, gate, up)
+
+
+def gelu_tanh_mul(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """The product gelu(gate) * up, gelu by its approximation with tanh."""
+    with np.errstate(all="ignore"):
+        slope = fused(gate * gate, np.full_like(gate, F(0.0713548162726)), np.full_like(gate, F(1.5957691216057308)))
+        return gated(gate, gate * slope, up)
+
+
+def clamped_silu_mul(gate: np.ndarray, up: np.ndarray, alpha: float, limit: float) -> np.ndarray:
+    """Product of gpt-oss: g * sigmoid(alpha * g) * (u + 1) with g <= limit and |u| <= limit."""
+    with np.errstate(all="ignore"):
+        g, u = np.minimum(gate, F(limit)), np.clip(up, F(-limit), F(limit))
+        return gated(g, F(alpha) * g, u + F(1))

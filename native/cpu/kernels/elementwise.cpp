@@ -69,21 +69,25 @@ AS_INLINE void gated(const Product& product, const float* gate, const float* up,
 
 }  // namespace
 
+template <bool kExact>
 void silu_mul(const float* gate, const float* up, float* y, int n) {
-  gated([](vf g, vf u) __attribute__((always_inline)) { return vsilu_mul(g, u); }, gate, up, y, n);
+  gated([](vf g, vf u) __attribute__((always_inline)) { return vsilu_mul<kExact>(g, u); }, gate, up, y, n);
 }
 
+template <bool kExact>
 void gelu_tanh_mul(const float* gate, const float* up, float* y, int n) {
-  gated([](vf g, vf u) __attribute__((always_inline)) { return vgelu_tanh_mul(g, u); }, gate, up, y, n);
+  gated([](vf g, vf u) __attribute__((always_inline)) { return vgelu_tanh_mul<kExact>(g, u); }, gate, up, y, n);
 }
 
+template <bool kExact>
 void gelu_mul(const float* gate, const float* up, float* y, int n) {
-  gated([](vf g, vf u) __attribute__((always_inline)) { return vmul(vgelu(g), u); }, gate, up, y, n);
+  gated([](vf g, vf u) __attribute__((always_inline)) { return vmul(vgelu<kExact>(g), u); }, gate, up, y, n);
 }
 
+template <bool kExact>
 void clamped_silu_mul(const float* gate, const float* up, float* y, int n, float alpha, float limit) {
   gated([alpha, limit](vf g, vf u)
-            __attribute__((always_inline)) { return vclamped_silu_mul(g, u, vset(alpha), vset(limit)); },
+            __attribute__((always_inline)) { return vclamped_silu_mul<kExact>(g, u, vset(alpha), vset(limit)); },
         gate, up, y, n);
 }
 
@@ -103,23 +107,35 @@ AS_INLINE void each(const Function& function, float* x, size_t n) {
 
 }  // namespace
 
+template <bool kExact>
 void activate(Activation function, float* x, size_t n) {
   switch (function) {
     case Activation::gelu:
-      return each([](vf v) __attribute__((always_inline)) { return vgelu(v); }, x, n);
+      return each([](vf v) __attribute__((always_inline)) { return vgelu<kExact>(v); }, x, n);
     case Activation::gelu_tanh:
-      return each([](vf v) __attribute__((always_inline)) { return vgelu_tanh_mul(v, vset(1.0f)); }, x, n);
+      return each([](vf v) __attribute__((always_inline)) { return vgelu_tanh_mul<kExact>(v, vset(1.0f)); }, x, n);
     case Activation::silu:
-      return each([](vf v) __attribute__((always_inline)) { return vsilu_mul(v, vset(1.0f)); }, x, n);
+      return each([](vf v) __attribute__((always_inline)) { return vsilu_mul<kExact>(v, vset(1.0f)); }, x, n);
     case Activation::tanh:
       return each([](vf v) __attribute__((always_inline)) { return vtanh(v); }, x, n);
     case Activation::relu:
       return each([](vf v) __attribute__((always_inline)) { return vmax(vzero(), v); }, x, n);  // NaN stays
     case Activation::quick_gelu:
-      return each([](vf v) __attribute__((always_inline)) { return vgate_mul(v, vmul(v, vset(1.702f)), vset(1.0f)); },
-                  x, n);
+      return each(
+          [](vf v) __attribute__((always_inline)) { return vgate_mul<kExact>(v, vmul(v, vset(1.702f)), vset(1.0f)); },
+          x, n);
   }
 }
+
+#define AS_INSTANTIATE(kExact)                                                                   \
+  template void silu_mul<kExact>(const float*, const float*, float*, int);                       \
+  template void gelu_tanh_mul<kExact>(const float*, const float*, float*, int);                  \
+  template void gelu_mul<kExact>(const float*, const float*, float*, int);                       \
+  template void clamped_silu_mul<kExact>(const float*, const float*, float*, int, float, float); \
+  template void activate<kExact>(Activation, float*, size_t);
+AS_INSTANTIATE(false)
+AS_INSTANTIATE(true)
+#undef AS_INSTANTIATE
 
 void sigmoid_mul(const float* gate, const float* x, float* y, int n) {
   gated([](vf g, vf value) __attribute__((always_inline)) { return vgate_mul(value, g, vset(1.0f)); }, gate, x, y, n);

@@ -58,6 +58,7 @@ enum class Activation { gelu, gelu_tanh, silu, tanh, relu, quick_gelu };
 
 struct Kernels {
   const char* name;
+  const Kernels* exact;  // with activations (silu and others) that have the same bits on every device (silu.h)
   Rules rules;
   // y[m, n] = x w^T (+ bias) for panels [p0, p1), with row stride ldy. Activations are converted if converted_layout()
   // says so.

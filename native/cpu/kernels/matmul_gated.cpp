@@ -13,10 +13,11 @@
 namespace as {
 namespace AS_ISA {
 
+template <bool kExact>
 void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                   int p1) {
 #if defined(AS_ISA_AMX)
-  if (matmul_gated_tiles(w, a, bias, out, m, p0, p1)) return;
+  if (!kExact && matmul_gated_tiles(w, a, bias, out, m, p0, p1)) return;  // matmul() uses tiles, too
 #endif
   alignas(64) thread_local float sums[2][MB * NR];
   const int half = w.panels() / 2;
@@ -29,7 +30,7 @@ void matmul_gated(const Packed& w, const Activations& a, const float* bias, cons
         panel.data += (p + i * half) * w.panel_bytes, panel.n = NR;
         matmul(panel, part, bias ? bias + (p + i * half) * NR : nullptr, sums[i], NR, rows, 0, 1);
       }
-      silu_mul(sums[0], sums[1], sums[0], rows * NR);
+      silu_mul<kExact>(sums[0], sums[1], sums[0], rows * NR);
       for (int r = 0; r < rows; r++) {
         const float* values = sums[0] + r * NR;
 #if defined(AS_ISA_AVX512_BF16)
@@ -44,6 +45,9 @@ void matmul_gated(const Packed& w, const Activations& a, const float* bias, cons
     }
   }
 }
+
+template void matmul_gated<false>(const Packed&, const Activations&, const float*, const GatedOutput&, int, int, int);
+template void matmul_gated<true>(const Packed&, const Activations&, const float*, const GatedOutput&, int, int, int);
 
 }  // namespace AS_ISA
 }  // namespace as

@@ -17,13 +17,26 @@ constexpr auto kMultiplyTiles = multiply_tile_registers;
 constexpr double (*kMultiplyTiles)(int64_t, bool) = nullptr;
 #endif
 
+namespace {
+
+template <bool kExact>
+void set_gates(Kernels& k) {
+  k.matmul_gated = matmul_gated<kExact>;
+  k.silu_mul = silu_mul<kExact>;
+  k.gelu_tanh_mul = gelu_tanh_mul<kExact>;
+  k.gelu_mul = gelu_mul<kExact>;
+  k.activate = activate<kExact>;
+  k.clamped_silu_mul = clamped_silu_mul<kExact>;
+}
+
+}  // namespace
+
 const Kernels& kernels() {
   static const Kernels table = [] {
     Kernels k{};
     k.name = AS_NAME(AS_ISA);
     k.rules = {panel_rows_count, kPairs};
     k.matmul = matmul;
-    k.matmul_gated = matmul_gated;
     k.converted_layout = converted_layout;
     k.convert_row = convert_row;
     k.quantize = quantize;
@@ -32,11 +45,7 @@ const Kernels& kernels() {
     k.square_sum = square_sum;
     k.layer_norm = layer_norm;
     k.multiply = multiply;
-    k.silu_mul = silu_mul;
-    k.gelu_tanh_mul = gelu_tanh_mul;
-    k.gelu_mul = gelu_mul;
-    k.activate = activate;
-    k.clamped_silu_mul = clamped_silu_mul;
+    set_gates<false>(k);
     k.sigmoid_mul = sigmoid_mul;
     k.scale = scale;
     k.soft_cap = soft_cap;
@@ -60,6 +69,9 @@ const Kernels& kernels() {
     k.multiply_add = multiply_add;
     k.integer_multiply_add = integer_multiply_add;
     k.multiply_tiles = kMultiplyTiles;
+    static Kernels exact = k;
+    set_gates<true>(exact);
+    k.exact = exact.exact = &exact;
     return k;
   }();
   return table;

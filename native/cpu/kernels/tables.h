@@ -10,6 +10,8 @@ void matmul(const Packed& w, const Activations& a, const float* bias, float* y, 
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_small_floats(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
                          int p1);
+// kExact: of silu (silu.h).
+template <bool kExact>
 void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                   int p1);
 ConvertedLayout converted_layout(const Packed& w);
@@ -31,10 +33,15 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 float square_sum(const float* x, int n);
 void layer_norm(const float* x, const float* w, const float* bias, float* y, int n, float eps);
 void multiply(float* x, const float* w, float factor, size_t n);
+template <bool kExact>
 void silu_mul(const float* gate, const float* up, float* y, int n);
+template <bool kExact>
 void gelu_tanh_mul(const float* gate, const float* up, float* y, int n);
+template <bool kExact>
 void gelu_mul(const float* gate, const float* up, float* y, int n);
+template <bool kExact>
 void activate(Activation function, float* x, size_t n);
+template <bool kExact>
 void clamped_silu_mul(const float* gate, const float* up, float* y, int n, float alpha, float limit);
 void sigmoid_mul(const float* gate, const float* x, float* y, int n);
 void scale(float* x, float factor, size_t n);
