@@ -48,6 +48,9 @@ struct Signal {
 
 // Pauses before a waiter sleeps: some tens of microseconds, about the cost of a futex wake-up.
 constexpr int kSpins = 1500;
+// The same where the waited-for is known to come soon and a wake-up would delay every layer of a step: some hundreds of
+// microseconds.
+constexpr int kPatientSpins = 8 * kSpins;
 
 // True once `v` has reached `target` (counters wrap around).
 inline bool reached(uint32_t v, uint32_t target) { return (int32_t)(v - target) >= 0; }

@@ -141,6 +141,11 @@ StepOutput Executor::step(std::string_view plan, bool want_logits) {
 }
 
 StepOutput Executor::compute_experts() {
+  struct Patience {
+    Pool& pool;
+    explicit Patience(Pool& pool) : pool(pool) { pool.set_patient(true); }
+    ~Patience() { pool.set_patient(false); }
+  } const patience(*pool_);
   exchange_->begin_step();
   while (exchange_->await_message()) {
     dispatched_.rows.resize(exchange_->message_rows());

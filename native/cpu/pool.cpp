@@ -38,7 +38,8 @@ class FloatingPoint {
 
 }  // namespace
 
-Pool::Pool(int threads, std::vector<int> cpus, bool spin) : size_(threads), cpus_(std::move(cpus)), spin_(spin) {
+Pool::Pool(int threads, std::vector<int> cpus, bool spin)
+    : size_(threads), cpus_(std::move(cpus)), spin_(spin), spins_(spin ? kSpins : 0) {
   if (threads < 1 || threads > 1024)
     throw std::invalid_argument("number of threads must be 1 to 1024, got " + std::to_string(threads));
   try {
@@ -84,11 +85,11 @@ bool Pool::meet(Meeting& meeting, bool failure_ends_it) {
     meeting.phase.publish(phase + 1);
     return true;
   }
-  int spins = spin_ ? kSpins : 0;
+  int spins = 0;
   while (meeting.phase.value.load(std::memory_order_acquire) == phase) {
     if (failure_ends_it && failed_.load(std::memory_order_acquire)) break;
-    if (spins-- > 0) cpu_pause();
-    else meeting.phase.sleep(phase, 100'000'000);
+    if (sleeps(spins)) meeting.phase.sleep(phase, 100'000'000);
+    else spins++, cpu_pause();
   }
   return false;
 }
@@ -105,10 +106,10 @@ void Pool::worker(int index) {
   pin(index);
   uint32_t seen = 0;
   while (true) {
-    int spins = spin_ ? kSpins : 0;
+    int spins = 0;
     while (start_.value.load(std::memory_order_acquire) == seen) {
-      if (spins-- > 0) cpu_pause();
-      else start_.sleep(seen, 900'000'000);
+      if (sleeps(spins)) start_.sleep(seen, 900'000'000);
+      else spins++, cpu_pause();
     }
     seen++;
     if (stopping_) return;

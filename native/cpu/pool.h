@@ -29,6 +29,9 @@ class Pool {
   // f must return. Once a thread has failed, no barrier of this run waits or returns true, so the barriers that the
   // failed thread skipped do not matter.
   bool barrier();
+  // Waiting threads spin for longer before they sleep, until this is set to false. A rank of experts has it within a
+  // step: its threads wait for the other part of each layer, which takes about as long as kSpins on a GPU.
+  void set_patient(bool patient) { spins_.store(spin_ ? patient ? kPatientSpins : kSpins : 0); }
   // How many barriers have been completed.
   int64_t barriers() const { return barriers_; }
   // For use inside f, around the body of a phase: keeps an exception for run() to rethrow and ends waits at barriers.
@@ -45,6 +48,8 @@ class Pool {
     alignas(64) Signal phase;
     alignas(64) std::atomic<int> arrived{0};
   };
+  // Whether a waiter that has spun so often sleeps now.
+  bool sleeps(int spins) const { return spins >= spins_.load(std::memory_order_relaxed); }
   // Returns whether this thread arrived last.
   bool meet(Meeting& meeting, bool failure_ends_it);
   void fail(const char* what);
@@ -54,7 +59,8 @@ class Pool {
 
   int size_;
   std::vector<int> cpus_;
-  bool spin_;
+  const bool spin_;
+  std::atomic<int> spins_;  // a waiter's before it sleeps; it may change while it waits
   std::vector<std::thread> threads_;
   const std::function<void(int)>* task_ = nullptr;
   alignas(64) Signal start_;

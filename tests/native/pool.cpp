@@ -43,8 +43,9 @@ int main() {
             return 1;
           }
           std::atomic<int> arrived{0}, together{0};
-          pool.run([&](int) {
+          pool.run([&](int thread) {
             arrived++;
+            if (thread == 0) pool.set_patient(at == 0);  // while others wait
             if (pool.barrier() && arrived == kThreads) together++;
           });
           if (together != kThreads) {
