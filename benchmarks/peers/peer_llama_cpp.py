@@ -86,17 +86,13 @@ def write_gguf(job: Job, path: Path) -> None:
 def converted(job: Job, form: PeerFormat) -> Path:
     """The model file of a format, made when it is not there."""
     import llama_cpp
-    source = job.work / "bf16.gguf"
-    if not source.exists():
-        write_gguf(job, partial := job.work / "partial.gguf")
+    source, target, partial = (job.work / f"{name}.gguf" for name in ("bf16", form.name, "partial"))
+    if not target.exists() and not source.exists():
+        write_gguf(job, partial)
         partial.rename(source)
-    if form.name == "bf16":
-        return source
-    target = job.work / f"{form.name}.gguf"
     if not target.exists():
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread, params.pure = FILE_TYPES[form.name], os.cpu_count(), True
-        partial = job.work / "partial.gguf"
         if llama_cpp.llama_model_quantize(str(source).encode(), str(partial).encode(), ctypes.byref(params)):
             raise RuntimeError(f"llama_model_quantize to {form.name} failed")
         partial.rename(target)

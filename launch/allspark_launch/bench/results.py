@@ -82,6 +82,8 @@ class Run:
 
     def _machine(self, choose: Callable[[list[float]], float]) -> Machine:
         fields = ("read", "fp32", "int8", "bf16")
+        if not self.rooflines:      # no format could be loaded
+            return Machine(0.0, 0.0)
         return Machine(*(choose([getattr(c, field) for c in self.rooflines]) for field in fields))
 
     def bound(self, kind: str, row: Row, cell: Cell, machine: Machine) -> Bound:

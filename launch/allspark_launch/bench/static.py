@@ -45,8 +45,9 @@ A cell is BATCH requests at once, with PROMPT random tokens each, OUTPUT tokens 
 The roofline is measured with the same number of threads before and after every figure, and the higher one counts. The
 memory bandwidth of a shared machine may change by half within a minute, so a figure's part of the roofline says more
 than the figure:
-  decode    the longer of: bytes that a step reads (packed weights and cache) / rate of reading memory; operations of
-            the step / rate of multiply-adds
+  decode    the longer of: bytes that a step reads (packed weights, states and cache; of routed experts those that
+            its sequences touch if they choose independently) / rate of reading memory; operations of the step / rate
+            of multiply-adds
   prefill   operations (matrices, attention, head) / rate of multiply-adds: in fp32, or in 8-bit integers for the
             matrices of w8a8 and w4a8 and of peers that quantize activations
 A model that fits the CPU's caches may exceed the roofline. GEMMs of bfloat16 pairs, tiles and integers may exceed the

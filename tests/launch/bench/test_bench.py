@@ -9,6 +9,7 @@ import textwrap
 import numpy as np
 import pytest
 
+from allspark_client import AsModelConfig
 from allspark_launch.bench import peers, report
 from allspark_launch.bench.measure import Cell, Format, Timing
 from allspark_launch.bench.results import Row, Run
@@ -16,6 +17,7 @@ from allspark_launch.bench.roofline import Machine, Workload
 from allspark_launch.bench.static import cells_from, stored_type
 from allspark_launch.cli import build_parser, main
 from allspark_launch.group.background import shipped_model
+from allspark_server import Engine
 from support.paths import BENCHMARKS
 
 FAKE_PEER = f"""
@@ -211,6 +213,74 @@ def test_an_adapter_tells_the_cause(monkeypatch):
     except ImportError as error:
         assert describe(error) == "ImportError: cannot import X, caused by OSError: no libfoo.so"
     assert describe(ValueError("x")) == "ValueError: x"
+
+
+def test_roofline_of_experts_and_states(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from qwen36 import Shape, write_checkpoint
+
+    shape = Shape(2, vocab=64, hidden=64, heads=2, kv_heads=1, head_dim=32, key_heads=2, value_heads=4, state_dim=16,
+                  experts=8, top=2, inner=32, interval=2)
+    write_checkpoint(tmp_path, shape)
+    load = Workload.of(tmp_path)
+    experts, routing = 2 * 8 * 3 * 64 * 32, 2 * (8 + 1) * 64
+    assert (load.expert_weights, load.chosen, load.float_weights) == (experts, 0.25, routing)
+    # One layer of two has a state: 4 heads of 16 x 16, and 32 rows of 2 keys, 4 decays in float64, 4 values.
+    assert load.state_bytes == 4 * (4 * 16 * 16 + 32 * (2 * 16 + 8 + 64))
+    assert load.cache_values == 2 * 32 and load.attention == 4 * 2 * 32
+    assert load.stored_weights == load.layer_weights + experts + 2 * 64 * 64
+    assert load.row_weights == load.layer_weights + experts / 4
+    weight_bytes = 1.0 * (load.stored_weights - routing) + 4 * routing
+    for rows in (1, 3):
+        read = load.layer_weights + 3 * routing + load.head_weights + experts * (1 - 0.75 ** rows)
+        bound = load.decode(Machine(1e9, 1e18), rows, 10, weight_bytes, 100.0)
+        assert bound.tokens_per_second == pytest.approx(rows * 1e9 / (read + rows * (1000 + load.state_bytes)))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_checkpoints_for_benchmarks_are_served(tmp_path, monkeypatch, fp8):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from qwen36 import Shape, write_checkpoint
+
+    shape = Shape(2, vocab=64, hidden=128, heads=2, kv_heads=1, head_dim=64, key_heads=2, value_heads=4, state_dim=32,
+                  experts=8, top=2, inner=128, interval=2)
+    size = write_checkpoint(tmp_path, shape, fp8)
+    assert size == (tmp_path / "model.safetensors").stat().st_size
+    with Engine() as engine:
+        engine.install_model(AsModelConfig(model_name="m", model_path=str(tmp_path), engine_max_length=64))
+        engine.start_model("m")
+        assert engine.get_model_info("m").weight_dtype.startswith("e4m3") == fp8
+        _, handle, queue = engine.start_request("m", {"input_ids": list(range(40))}, {"max_new_tokens": 8, "top_k": 1})
+        assert sum(len(part.ids_from_generate) for part in queue)
+        engine.release_request("m", handle)
+
+
+def test_gguf_files_for_benchmarks_have_the_values_of_the_noise(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from qwen36 import Noise, Shape, write_gguf
+
+    from support.gguf_files import recover
+
+    noise = Noise()
+    for form, most in (("Q8_0", 0.005), ("Q4_0", 0.13)):
+        got = recover(form, noise.blocks(form)[:64 * {"Q8_0": 34, "Q4_0": 18}[form]].reshape(64, -1)).reshape(-1)
+        assert np.abs(got - noise.float32[:2048]).max() <= most * np.abs(noise.float32[:2048]).max()
+    shape = Shape(2, vocab=64, hidden=64, heads=2, kv_heads=1, head_dim=32, key_heads=2, value_heads=4, state_dim=16,
+                  experts=8, top=2, inner=32, interval=2)
+    write_gguf(tmp_path / "m.gguf", shape, "Q8_0")
+    content = (tmp_path / "m.gguf").read_bytes()
+    assert content[:4] == b"GGUF" and len(content) % 32 == 0 and b"qwen35moe.full_attention_interval" in content
+
+
+def test_a_run_without_figures_says_why(capsys, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from qwen36 import Shape, write_checkpoint
+
+    write_checkpoint(tmp_path, Shape(2, vocab=64, hidden=128, heads=2, kv_heads=1, head_dim=64, key_heads=2,
+                                     value_heads=4, state_dim=32, experts=4, top=2, inner=128, interval=2), True)
+    words = ["--formats", "w8a8", "--peer", "none", "--cell", "1x2x2"]
+    assert main(["bench", "static", "--model", str(tmp_path), *words]) == 1
+    assert "the model is quantized" in capsys.readouterr().out
 
 
 def test_bad_options(capsys):
