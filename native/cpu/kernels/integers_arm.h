@@ -40,10 +40,10 @@ inline Four four_values(const void* p) { return vcreate_s8((uint32_t)four_bytes(
 inline vi dot(vi acc, vi w, Four a) { return vdotq_lane_s32(acc, vreinterpretq_s8_s32(w), a, 0); }
 #endif
 
-constexpr int kAhead = 2048;  // bytes
+constexpr int kAheadBytes = 2048;
 
 AS_INLINE void prefetch_unit(const char* w) {
-  for (int line = 0; line < NR * 4; line += 64) __builtin_prefetch(w + kAhead + line);
+  for (int line = 0; line < NR * 4; line += 64) __builtin_prefetch(w + kAheadBytes + line);
 }
 
 #if defined(AS_ISA_DOTPROD)
@@ -63,10 +63,10 @@ AS_INLINE void dot_rows(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][
 }
 
 struct Bytes {
-  static constexpr int kMiddle = 0, kUnit = 4;  // signed_bytes() subtracts the middle
+  static constexpr int kMiddle = 0, kUnit = 4, kAhead = kAheadBytes;  // signed_bytes() subtracts the middle
   using Value = int8_t;
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t = 0) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi weights[NV];
       prefetch_unit(w);
@@ -81,10 +81,10 @@ struct Bytes {
 // take too many registers.
 template <typename Codes>
 struct NibblesOf {
-  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8;
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8, kAhead = kAheadBytes;
   using Value = int8_t;
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t = 0) {
     constexpr bool kSplit =
         R * NV < 8;  // too few chains to hide the latency: low and high nibbles get their own chains
     vi upper[kSplit ? R : 1][NV];
@@ -141,7 +141,7 @@ AS_INLINE void load_values(L&& line, int at, int16x4_t (&values)[R]) {
 }
 
 struct Bytes {
-  static constexpr int kMiddle = 0, kUnit = 4;  // the highest bit is flipped
+  static constexpr int kMiddle = 0, kUnit = 4, kAhead = kAheadBytes;  // the highest bit is flipped
   using Value = int16_t;
   template <int J, int R>
   static AS_INLINE void add(int8x16_t weights, const int16x4_t (&values)[R], vi (&acc)[R][NV]) {
@@ -149,7 +149,7 @@ struct Bytes {
     add_products<J>(vmovl_s8(vget_low_s8(centred)), vmovl_high_s8(centred), values, acc);
   }
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t = 0) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       prefetch_unit(w);
       const int8x16x4_t weights = vld4q_s8(reinterpret_cast<const int8_t*>(w));
@@ -165,7 +165,7 @@ struct Bytes {
 
 template <typename Codes>
 struct NibblesOf {
-  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8;
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8, kAhead = kAheadBytes;
   using Value = int16_t;
   template <int J, int R>
   static AS_INLINE void add(uint8x16_t weights, const int16x4_t (&values)[R], vi (&acc)[R][NV]) {
@@ -173,7 +173,7 @@ struct NibblesOf {
                     vreinterpretq_s16_u16(vmovl_high_u8(weights)), values, acc);
   }
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t = 0) {
     const uint8x16_t low = vdupq_n_u8(15);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       prefetch_unit(w);

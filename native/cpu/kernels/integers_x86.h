@@ -87,12 +87,17 @@ inline vf round_doubles(const double* sums, double less) {
 }
 #endif
 
-// Prefetch distances in bytes. 4-bit weights are consumed more slowly than 8-bit ones.
+// Prefetch distances in bytes, of groups without a distance of their own. 4-bit weights are consumed more slowly than
+// 8-bit ones.
 constexpr int kAheadBytes = kStreamAhead, kAheadNibbles = 1024;
 
-template <int Rows, int Far>
-AS_INLINE void prefetch_unit(const char* w) {
-  for (int line = 0; line < NR * 4; line += 64) prefetch_weights<Rows, Far>(w + line);
+// Prefetches what is `ahead` bytes ahead, or less with more rows (prefetch_weights).
+template <int Rows>
+AS_INLINE void prefetch_unit(const char* w, size_t ahead) {
+  for (int line = 0; line < NR * 4; line += 64) {
+    if constexpr (Rows <= 2) prefetch_far(w + ahead + line);
+    else prefetch_weights<Rows, 0>(w + line);
+  }
 }
 
 // Forces a reload of a value at p: keeping it until its next use would take registers that accumulators need.
@@ -111,14 +116,14 @@ inline vi in_register(vi x) {
 
 // 8-bit weights with R rows. line(r): the values of row (or plane of a row) r.
 struct Bytes {
-  static constexpr int kMiddle = 128, kUnit = 4;
+  static constexpr int kMiddle = 128, kUnit = 4, kAhead = kAheadBytes;
   static constexpr bool kWidens = false;
   using Value = int8_t;
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t ahead) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi raw[NV];
-      prefetch_unit<R, kAheadBytes>(w);
+      prefetch_unit<R>(w, ahead);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) raw[v] = R <= 2 ? in_register(iload(w + v * W * 4)) : iload(w + v * W * 4);
 #pragma GCC unroll 16
@@ -141,11 +146,11 @@ constexpr int rows_of_tile(int planes) { return MR / planes; }
 // 4-bit weights.
 template <typename Codes>
 struct NibblesOf {
-  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8;
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8, kAhead = kAheadNibbles;
   static constexpr bool kWidens = false;
   using Value = int8_t;
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t ahead) {
     constexpr bool kSplit =
         R * NV < 8;  // too few chains to hide the latency: low and high nibbles get their own chains
     const vi mask = iset(0x0f0f0f0f);
@@ -155,7 +160,7 @@ struct NibblesOf {
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) upper[r][v] = iset(0);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
-      prefetch_unit<R, kAheadNibbles>(w);
+      prefetch_unit<R>(w, ahead);
       vi low[NV], high[NV];
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) {
@@ -269,17 +274,17 @@ AS_INLINE void multiply_words(const int16_t* block, int k, L&& line, vi* kept, b
 // 8-bit weights of int8. 16-bit activations of four k are stored in the order 0, 2, 1, 3, because a lane's even and odd
 // bytes are unpacked separately.
 struct WideBytes {
-  static constexpr int kMiddle = 128, kUnit = 4, kWideMiddle = 0;
+  static constexpr int kMiddle = 128, kUnit = 4, kAhead = kAheadBytes, kWideMiddle = 0;
   static constexpr bool kWidens = true;
   static constexpr int kFewRows = 24;  // up to this many, weights are widened in registers
   using Value = int16_t;
   using Wide = int16_t;
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t ahead) {
     const vi mask = iset(0x00ff00ff);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi weights[NV];
-      prefetch_unit<R, kAheadBytes>(w);
+      prefetch_unit<R>(w, ahead);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = iand(iload(w + v * W * 4), mask);
       add_pairs<R>(weights, line, 2 * i, acc);
@@ -309,7 +314,7 @@ struct WideBytes {
 // 7.
 template <typename Codes>
 struct WideNibbles {
-  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8, kWideMiddle = 0;
+  static constexpr int kMiddle = Codes::kMiddle, kUnit = 8, kAhead = kAheadNibbles, kWideMiddle = 0;
   static constexpr bool kWidens = true;
   static constexpr int kFewRows = 12;
   using Value = int16_t;
@@ -327,9 +332,9 @@ struct WideNibbles {
     add_pairs<R>(weights, line, at + 4 * kAt[J], acc);
   }
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t ahead) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
-      prefetch_unit<R, kAheadNibbles>(w);
+      prefetch_unit<R>(w, ahead);
       quarter<0>(w, line, 2 * i, acc);
       quarter<1>(reload(w), line, 2 * i, acc);
       quarter<2>(reload(w), line, 2 * i, acc);
@@ -355,7 +360,7 @@ struct WideNibbles {
 
 // Blocks of 4-bit weights of w4a8 (8-bit activations).
 struct WidenedNibbles {
-  static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 8;
+  static constexpr int kMiddle = 8, kUnit = 8, kAhead = kAheadNibbles, kWideMiddle = 8;
   static constexpr bool kWidens = true;
   static constexpr int kFewRows = 12;
   using Value = int8_t;
@@ -385,7 +390,7 @@ struct Nibbles : WidenedNibbles {
     }
   }
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t ahead) {
     constexpr bool kSplit =
         R * NV < 8;  // too few chains to hide the latency: low and high nibbles get their own chains
     const vi mask = iset(0x0f0f0f0f);
@@ -393,7 +398,7 @@ struct Nibbles : WidenedNibbles {
     clear(upper);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi weights[NV];
-      prefetch_unit<R, kAheadNibbles>(w);
+      prefetch_unit<R>(w, ahead);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = iand(iload(w + v * W * 4), mask);
       dot_rows(weights, line, i, acc);
@@ -454,14 +459,14 @@ struct Nibbles : WidenedNibbles {
     for (int r = 0; r < R; r++) add_pairs8(part, r, weights, iset_bytes(line(r) + at));
   }
   template <int R, typename L>
-  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV], size_t ahead) {
     const vi mask = iset(0x0f0f0f0f), ones = iset(0x00010001);
     for (int k0 = 0; k0 < k; k0 += kChunk) {
       vi part[R][NV];
       clear(part);
       for (int i = k0, end = std::min(k, k0 + kChunk); i < end; i += kUnit, w += NR * 4) {
         vi weights[NV];
-        prefetch_unit<R, kAheadNibbles>(w);
+        prefetch_unit<R>(w, ahead);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) weights[v] = iand(iload(w + v * W * 4), mask);
         add_bytes<R>(weights, line, i, part);

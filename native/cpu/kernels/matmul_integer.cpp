@@ -110,7 +110,8 @@ AS_INLINE void write_row(const vf* total, float scale, const float* bias, float*
   }
 }
 
-constexpr int kShortGroup = 256;  // k of groups whose heads are a considerable part of what is read
+constexpr int kShortGroup = 256;       // k of groups whose heads are a considerable part of what is read
+constexpr size_t kGroupsAhead = 4096;  // bytes, at least, that short groups are prefetched ahead
 
 // R rows of P planes, from `row` on, against one panel. (Not inlined, because it would share the caller's registers.)
 template <typename F, int R, int P>
@@ -126,11 +127,17 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLay
   const int group = w.group, k = w.k;
   // Cached, because computing a group's address takes as long as the smallest products.
   const size_t head_bytes = w.head_bytes, group_bytes = w.group_bytes(group);
+  // Short groups are prefetched whole groups ahead. At another distance, lines as far ahead of weights as a head is
+  // long would be left out.
+  const bool short_groups = group < kShortGroup;
+  const size_t groups_ahead =
+      std::max<size_t>(direct ? 1 : kLoadedGroups, (kGroupsAhead + group_bytes - 1) / group_bytes);
+  const size_t ahead = short_groups ? groups_ahead * group_bytes : F::kAhead;
   const char *head = w.head(panel, 0), *values = rows.first + at.values_at;
   for (int g = 0; g < groups; g++, head += group_bytes, values += group * sizeof(typename F::Value)) {
     if (!direct && g % kLoadedGroups == 0) load_scales(w, panel, g, std::min(kLoadedGroups, groups - g), own_scales);
-    if (R * L <= 2 && group < kShortGroup) {  // products prefetch only weights, so most heads would miss
-      const char* later = head + kLoadedGroups * group_bytes + (g + kLoadedGroups < groups ? 0 : w.first_group);
+    if (R * L <= 2 && short_groups) {  // products prefetch only weights
+      const char* later = head + ahead + (g + (int)groups_ahead < groups ? 0 : w.first_group);
       for (size_t line = 0; line < head_bytes; line += 64) prefetch_far(later + line);
     }
     const int length = std::min(group, k - g * group);
@@ -148,7 +155,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLay
           for (int v = 0; v < NV; v++) acc[r][v] = iset(0);
         F::template group<R>(
             weights + w.weight_bytes(k1), std::min(kUncentredWords, length - k1),
-            [&](int r) __attribute__((always_inline)) { return line(r) + k1 * sizeof(typename F::Value); }, acc);
+            [&](int r) __attribute__((always_inline)) { return line(r) + k1 * sizeof(typename F::Value); }, acc, ahead);
         spill(acc, part);
         for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
       }
@@ -166,7 +173,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLay
       const vi start = iset(-F::kMiddle * (L == P ? rows.plane_sum(r / L, r % L, g) : (int32_t)rows.exact_sum(r, g)));
       for (int v = 0; v < NV; v++) acc[r][v] = start;
     }
-    F::template group<R * L>(weights, length, line, acc);
+    F::template group<R * L>(weights, length, line, acc, ahead);
     vi chains[R * L * NV];
     spill(acc, chains);
     add_group<R>(
