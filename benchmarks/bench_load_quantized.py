@@ -1,9 +1,11 @@
 """Measures loading a quantized checkpoint, relative to copying its file into new pages with as many threads.
 
     bench_load_quantized.py [--schemes gptq-4,awq,...] [--threads N] [--rounds N] [--layers N] [--folder /dev/shm]
+                            [--weight-dtype auto]
 
 Layers of hidden size 2,048 and inner size 8,192 with random weights, packed by tests/support/quantized_checkpoints.py
-and tests/support/gguf_files.py; all layers have the same weights. Two measurements run in turn, each of which
+and tests/support/gguf_files.py; all layers have the same weights. The scheme fp8-experts has Qwen3.6-35B-A3B's layers
+with 256 experts in FP8 blocks (qwen36.py). Two measurements run in turn, each of which
 maps the file and allocates its memory itself: memcpy of the file into huge pages, and loading the checkpoint. The file
 is in the page cache. Seconds are the best of the rounds, ratios the median of the rounds' ratios.
 """
@@ -24,6 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from bench_load import LIBC, PIECE, timed
+from qwen36 import Shape, write_checkpoint
 
 from allspark_client.config import AsModelConfig
 from allspark_server import _native
@@ -49,6 +52,9 @@ DEFAULT = "gptq-4,gptq-4-symmetric,gptq-8,awq,ct-packed-4,ct-w8a8,fp8,mxfp4,nf4,
 
 def write_model(folder: Path, scheme: str, layers: int) -> Path:
     """Writes the model as one file; returns its path."""
+    if scheme == "fp8-experts":
+        write_checkpoint(folder, Shape(layers, vocab=8192, interval=2), fp8=True)
+        return folder
     rng = np.random.default_rng(0)
     ends = {"model.embed_tokens.weight": rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32),
             "lm_head.weight": rng.normal(size=(VOCAB, HIDDEN)).astype(np.float32),
@@ -101,10 +107,11 @@ def copy(path: Path, threads: int) -> None:
         list(pool.map(work, range(threads)))
 
 
-def load(path: Path, threads: int) -> None:
+def load(path: Path, threads: int, weight_dtype: str) -> None:
     """Loads the weights as a rank does."""
     model = open_model(str(path))
-    formats = wanted_formats(model.graph, AsModelConfig(), unquantized_type(model.graph, model.source))
+    formats = wanted_formats(model.graph, AsModelConfig(weight_dtype=weight_dtype),
+                             unquantized_type(model.graph, model.source))
     executor = _native.Executor(num_threads=threads)
     Loader(model.graph, model.source, executor, 0, 1, formats).load()
 
@@ -116,15 +123,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--folder", type=Path, help="where files are written; a temporary one by default")
+    parser.add_argument("--weight-dtype", default="auto", help="auto, or bfloat16: FP8 is dequantized")
     options = parser.parse_args(arguments)
     print(f"{'scheme':<18}{'MB':>7}{'copy: s, CPU':>16}{'load: s, CPU':>16}{'copy / load':>13}{'of CPU':>8}")
     for scheme in options.schemes.split(","):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             path = write_model(Path(folder), scheme, options.layers)
             file = path if path.is_file() else path / "model.safetensors"
-            load(path, options.threads)
-            times = np.array([[timed(lambda: copy(file, options.threads)), timed(lambda: load(path, options.threads))]
-                              for _ in range(options.rounds)])
+            dtype = options.weight_dtype
+            load(path, options.threads, dtype)
+            times = np.array([[timed(lambda: copy(file, options.threads)),
+                               timed(lambda: load(path, options.threads, dtype))] for _ in range(options.rounds)])
             ratio = np.median(times[:, 0] / times[:, 1], axis=0)
             (copied, copied_cpu), (took, took_cpu) = times.min(axis=0)
             print(f"{scheme:<18}{file.stat().st_size / 1e6:>7,.0f}{f'{copied:.3f}, {copied_cpu:.3f}':>16}"

@@ -21,7 +21,7 @@ from allspark_server.models.graph_elements import Part, Weight
 from allspark_server.weights.asgraph import to_float32
 from allspark_server.weights.formats import WeightFormat, not_numbers
 from allspark_server.weights.gpu_forms import mxfp4_rows, recoded, recovered
-from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
+from allspark_server.weights.quantized import ColumnSlice, QuantizedRows, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor, aligned
 from allspark_server.weights.sources import Source
 
@@ -153,36 +153,71 @@ class Loader:
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), columns.inputs, experts=end - begin,
                                             **columns.native(), **order)
         together: list[tuple[StoredTensor, int, int]] = []  # filled in one call: an expert's rows are small
+        coded: list[tuple[QuantizedTensor, QuantizedRows]] = []     # the same
+        description = f"{form}" if weight.stored is None or form.quantized else f"{weight.stored} {form}"
         for part in weight.parts:
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             if begin == end:  # another rank has it
                 continue
-            if weight.stored is not None and not form.quantized:
-                self._digest.update(f"{part.tensor} {weight.stored} {form} {begin} {end} {first} {last} ".encode())
-                coded = quantized_tensor(self.source, weight, part)
-                for row, values in recovered(coded, weight.stored, begin, end, weight.columns):
-                    self.executor.fill_rows(identity, [values], "F32", offset + row - begin, first, 0)
-            elif weight.stored is not None:
-                self._digest.update(f"{part.tensor} {form} {begin} {end} {first} {last} ".encode())
-                self._fill_quantized(identity, weight, part, columns, begin, end, offset)
-            else:
-                tensor = stored_tensor(self.source, weight, part)
-                self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} {first} {last} ".encode())
-                if together and together[0][0].dtype != tensor.dtype:
-                    self._fill(identity, together, offset, first, form)
+            at, offset = offset, offset + end - begin
+            if weight.stored is None:
+                stored = stored_tensor(self.source, weight, part)
+                self._digest.update(f"{stored.name} {stored.dtype} {begin} {end} {first} {last} ".encode())
+                if together and together[0][0].dtype != stored.dtype:
+                    self._fill(identity, together, at, first, form)
                     together = []
-                together.append((tensor, begin, end))
-            offset += end - begin
+                together.append((stored, begin, end))
+            else:
+                self._digest.update(f"{part.tensor} {description} {begin} {end} {first} {last} ".encode())
+                tensor = quantized_tensor(self.source, weight, part)
+                plain = self._plain_rows(tensor, weight, columns, begin, end)
+                if plain is not None:
+                    coded.append((tensor, plain))
+                else:
+                    self._fill_coded(identity, weight, coded, at, first)
+                    coded = []
+                    self._fill_quantized(identity, weight, tensor, columns, begin, end, at)
             self._advance((end - begin) * (last - first))
         if together:
             self._fill(identity, together, offset, first, form)
+        self._fill_coded(identity, weight, coded, offset, first)
         self._digest.update(f"{self.executor.source_hash(identity)} ".encode())
         return identity
 
-    def _fill_quantized(self, identity: int, weight: Weight, part: Part, columns: ColumnSlice, begin: int, end: int,
-                        offset: int) -> None:
+    def _plain_rows(self, tensor: QuantizedTensor, weight: Weight, columns: ColumnSlice, begin: int,
+                    end: int) -> QuantizedRows | None:
+        """Rows of a quantized tensor that _fill_coded takes together with those of other tensors: views of the file
+        with scales and nothing else, for a matrix of the same format, or of floats if they are e4m3. None for others.
+        """
+        stored, form = weight.stored_format, columns.form
+        if not tensor.mapped or tensor.order is not None or not hasattr(self.executor, "fill_quantized_rows") or not (
+                stored == form if form.quantized else stored.dtype == "e4m3"):
+            return None
+        if stored.layout.zeros != "none" or stored.layout.super_group:
+            return None
+        rows = tensor.rows(begin, end)
+        return rows if rows.packing == "rows" else None
+
+    def _fill_coded(self, identity: int, weight: Weight, pieces: list[tuple[QuantizedTensor, QuantizedRows]], end: int,
+                    column: int) -> None:
+        """Fills rows of a matrix up to `end` with rows from _plain_rows."""
+        if not pieces:
+            return
+        form, rows = weight.stored_format, [rows for _, rows in pieces]
+        counts = self.executor.fill_quantized_rows(
+            identity, [some.quants for some in rows], [some.own_scales for some in rows], form.bits, weight.columns,
+            form.group_size, form.layout.scales, end - sum(len(some.quants) for some in rows), column)
+        for (tensor, _), bad in zip(pieces, counts):
+            if bad:
+                raise tensor.not_finite(bad, "values")
+
+    def _fill_quantized(self, identity: int, weight: Weight, tensor: QuantizedTensor, columns: ColumnSlice, begin: int,
+                        end: int, offset: int) -> None:
         """Fills rows of a matrix from `offset` on with rows [begin, end) of a quantized tensor."""
-        tensor = quantized_tensor(self.source, weight, part)
+        if not columns.form.quantized:
+            for row, values in recovered(tensor, weight.stored_format, begin, end, weight.columns):
+                self.executor.fill_rows(identity, [values], "F32", offset + row - begin, columns.first, 0)
+            return
         form, gathered = weight.stored_format, columns.places is not None
         if columns.form.dtype == "mxfp4":
             bad = self.executor.fill_mx(identity, *mxfp4_rows(tensor, begin, end), row_offset=offset,

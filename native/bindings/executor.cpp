@@ -84,6 +84,37 @@ std::vector<int64_t> fill(Executor& e, int id, const std::vector<py::array>& arr
   return e.weights().fill_matrix(id, sources, counts);
 }
 
+// A scale for each row and group, or an offset, of rows that `count` counts.
+Strided strided_of(const py::array& a, int64_t count, int64_t width, int bytes, const char* what) {
+  if (a.ndim() != 2 || a.shape(0) != count || a.shape(1) != width || a.itemsize() != bytes)
+    throw std::invalid_argument(std::string(what) + " must be [rows, " + std::to_string(width) + "] of " +
+                                std::to_string(bytes) + " bytes each");
+  return {static_cast<const char*>(a.data()), (int64_t)a.strides(0), (int64_t)a.strides(1)};
+}
+
+// fill_quantized for several arrays, one after the other.
+std::vector<int64_t> fill_quantized_rows(Executor& e, int id, const std::vector<py::array>& quants,
+                                         const std::vector<py::array>& scales, int bits, int64_t columns,
+                                         int64_t group_size, const std::string& scale_type, int64_t row_offset,
+                                         int64_t column) {
+  if (quants.size() != scales.size() || group_size < 0)
+    throw std::invalid_argument("fill_quantized_rows: as many scales as arrays of values, and a group_size");
+  const Packed& m = e.weights().matrix(id);
+  const ScaleType type = scale_type_of(scale_type);
+  std::vector<StoredRows> sources;
+  std::vector<int64_t> counts;
+  for (size_t i = 0; i < quants.size(); i++) {
+    int64_t count;
+    StoredRows rows = stored_rows(quants[i], bits, columns, "rows", 0, -1, count);
+    rows.group = group_size ? group_size : columns, rows.scale_type = type;
+    const int bytes = is_quantized(m.format) ? m.scale_bytes() : type == ScaleType::float32 ? 4 : 2;
+    rows.scales = strided_of(scales[i], count, rows.groups(), bytes, "fill_quantized_rows: scales");
+    sources.push_back(rows), counts.push_back(count);
+  }
+  py::gil_scoped_release release;
+  return e.weights().fill_quantized(id, sources, counts, row_offset, column);
+}
+
 Format float_format_of(const std::string& dtype) {
   const Format format = format_of(dtype);
   if (is_quantized(format)) throw std::invalid_argument("adapters are float32 or bfloat16, not " + dtype);
@@ -186,23 +217,21 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
             if (group_size < 0 || super_group < 0)
               throw std::invalid_argument("fill_quantized: group_size or super_group");
             const Packed& m = e.weights().matrix(id);
+            if (!is_quantized(m.format))
+              throw std::invalid_argument("fill_quantized: the matrix is not quantized; see fill_quantized_rows");
             if (!is_block(rows.packing)) {
               rows.group = group_size ? group_size : columns, rows.super_group = super_group;
               if (!scales) throw std::invalid_argument("fill_quantized: scales are missing");
               auto take = [&](const std::optional<py::array>& a, int64_t width, int bytes, const char* what) {
-                if (!a) return Strided{};
-                if (a->ndim() != 2 || a->shape(0) != count || a->shape(1) != width || a->itemsize() != bytes)
-                  throw std::invalid_argument(std::string("fill_quantized: ") + what + " must be [rows, " +
-                                              std::to_string(width) + "] of " + std::to_string(bytes) + " bytes each");
-                return Strided{static_cast<const char*>(a->data()), (int64_t)a->strides(0), (int64_t)a->strides(1)};
+                return a ? strided_of(*a, count, width, bytes, what) : Strided{};
               };
-              rows.scales = take(scales, rows.groups(), m.scale_bytes(), "scales");
-              rows.zeros = take(zeros, rows.groups(), m.zero_bytes(), "zeros");
-              rows.super_scales = take(super_scales, rows.super_groups(), 2, "super_scales");
-              rows.super_offsets = take(super_offsets, rows.super_groups(), 2, "super_offsets");
+              rows.scales = take(scales, rows.groups(), m.scale_bytes(), "fill_quantized: scales");
+              rows.zeros = take(zeros, rows.groups(), m.zero_bytes(), "fill_quantized: zeros");
+              rows.super_scales = take(super_scales, rows.super_groups(), 2, "fill_quantized: super_scales");
+              rows.super_offsets = take(super_offsets, rows.super_groups(), 2, "fill_quantized: super_offsets");
             }
             py::gil_scoped_release release;
-            return e.weights().fill_quantized(id, rows, count, row_offset, column);
+            return e.weights().fill_quantized(id, {rows}, {count}, row_offset, column)[0];
           },
           py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("zeros").noconvert(),
           py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
@@ -221,6 +250,14 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "strides, but q's columns must be adjacent. Returns the number of e4m3 NaN plus that of block scales that "
           "are\n"
           "NaN or infinite.")
+      .def("fill_quantized_rows", fill_quantized_rows, py::arg("id"), py::arg("quants"), py::arg("scales"),
+           py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("scale_type"), py::arg("row_offset") = 0,
+           py::arg("column") = 0,
+           "fill_quantized for several arrays with the packing \"rows\" and their scales of a type, without zeros, one "
+           "after\n"
+           "the other. A matrix of floats takes e4m3, which is dequantized; its source_hash is that of the values as "
+           "float32.\n"
+           "Returns the number of e4m3 NaN of each.")
       .def(
           "fill_rows", fill, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
           py::arg("column") = 0, py::arg("group_size") = py::none(),

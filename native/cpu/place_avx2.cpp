@@ -330,4 +330,57 @@ void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int 
 
 #endif
 
+namespace {
+
+// Dequantizes whole vectors, and returns how many values they cover. Subnormal values are converted as integers: the
+// product with a power of two, which a scalar takes, is slow for vectors of float32's subnormals.
+#if defined(__x86_64__)
+AS_AVX2 int64_t dequantize_vectors(const uint8_t* q, int64_t n, float scale, float* out, uint16_t* rounded,
+                                   int64_t& bad) {
+  const __m256 factor = _mm256_set1_ps(scale), least = _mm256_set1_ps(0x1p-9f);
+  V nan = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const V code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(q + i))),
+            rest = _mm256_and_si256(code, _mm256_set1_epi32(0x7f)),
+            sign = _mm256_slli_epi32(_mm256_xor_si256(code, rest), 24),
+            normal = _mm256_add_epi32(_mm256_slli_epi32(rest, 20), _mm256_set1_epi32(120 << 23));
+    nan = _mm256_sub_epi32(nan, _mm256_cmpeq_epi32(rest, _mm256_set1_epi32(0x7f)));
+    const __m256 subnormal = _mm256_mul_ps(_mm256_cvtepi32_ps(rest), least),
+                 is_subnormal = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(8), rest)),
+                 value = _mm256_blendv_ps(_mm256_castsi256_ps(normal), subnormal, is_subnormal),
+                 product = _mm256_mul_ps(_mm256_or_ps(value, _mm256_castsi256_ps(sign)), factor);
+    const __m256 result = _mm256_add_ps(product, _mm256_setzero_ps());
+    _mm256_storeu_ps(out + i, result);
+    const V bits = _mm256_castps_si256(result),
+            even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1)),
+            upper = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff))), 16);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(rounded + i),
+                     _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1)));
+  }
+  alignas(32) uint32_t counts[8];
+  _mm256_store_si256(reinterpret_cast<V*>(counts), nan);
+  for (uint32_t count : counts) bad += count;
+  return i;
+}
+#else
+int64_t dequantize_vectors(const uint8_t*, int64_t, float, float*, uint16_t*, int64_t&) { return 0; }
+#endif
+
+}  // namespace
+
+int64_t dequantize_e4m3(const uint8_t* q, int64_t n, float scale, float* out, uint16_t* rounded) {
+  int64_t bad = 0;
+  for (int64_t i = dequantize_vectors(q, n, scale, out, rounded, bad); i < n; i++) {
+    bad += (q[i] & 0x7f) == 0x7f;
+    uint32_t bits = (uint32_t)(q[i] & 0x7f) << 20 | (uint32_t)(q[i] & 0x80) << 24;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    out[i] = scale * (value * 0x1p120f) + 0.0f;
+    std::memcpy(&bits, &out[i], 4);
+    rounded[i] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  return bad;
+}
+
 }  // namespace as

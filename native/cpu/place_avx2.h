@@ -22,4 +22,8 @@ int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lane
 void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
                            int64_t lane_stride);
 
+// out[i] = scale * q[i] + 0 for n values of e4m3: without a negative zero, as matrices have it; rounded[i]: the same in
+// bfloat16. Does all of them on any processor. Returns the number of NaN.
+int64_t dequantize_e4m3(const uint8_t* q, int64_t n, float scale, float* out, uint16_t* rounded);
+
 }  // namespace as

@@ -8,6 +8,7 @@
 #include "common/row_hash.h"
 #include "cpu/blocks.h"
 #include "cpu/kernels/place.h"
+#include "cpu/pack.h"
 #include "cpu/place_avx2.h"
 
 namespace as {
@@ -441,6 +442,26 @@ int64_t place_rows(const Packed& w, const StoredRows& stored, int64_t row_offset
   if (fits_words(w, stored, column)) return place_words(w, stored, row_offset, column, r0, r1), 0;
   if (fits_octets(w, stored, row_offset)) return place_octets(w, stored, row_offset, column, r0, r1), 0;
   return place_any(w, stored, row_offset, column, r0, r1);
+}
+
+int64_t recover_row(const StoredRows& stored, int64_t row, int64_t column, int64_t k, float* out, uint16_t* rounded) {
+  const uint8_t* q = stored.q + row * stored.stride + column;
+  int64_t bad = 0;
+  for (int64_t i = 0, next; i < k; i = next) {
+    const int64_t group = (column + i) / stored.group;
+    next = std::min(k, (group + 1) * stored.group - column);
+    const char* at = stored.scales.at(row, group);
+    float scale;
+    if (stored.scale_type == ScaleType::float32) std::memcpy(&scale, at, 4);
+    else {
+      uint16_t bits;
+      std::memcpy(&bits, at, 2);
+      const uint32_t wide = stored.scale_type == ScaleType::float16 ? F16::widen(Word4{bits})[0] : (uint32_t)bits << 16;
+      std::memcpy(&scale, &wide, 4);
+    }
+    bad += dequantize_e4m3(q + i, next - i, scale, out + i, rounded + i);
+  }
+  return bad;
 }
 
 void unpack_quantized(const StoredRows& stored, int64_t rows, uint8_t* out) {

@@ -66,9 +66,10 @@ struct StoredRows : RowShape {
   int skipped = 0;     // of octets: rows of the first word that come before the first row
   Strided scales;      // [rows, groups()] of the layout's type, or int8 if nested; of q4_k, q5_k, q6_k: in the blocks
   Strided zeros;       // the same for offsets, or uint8 points; null if there are none
-  int64_t super_group = 0;  // of nested scales
-  Strided super_scales;     // float16 [rows, super_groups()]
-  Strided super_offsets;    // null if there are no offsets
+  int64_t super_group = 0;                    // of nested scales
+  Strided super_scales;                       // float16 [rows, super_groups()]
+  Strided super_offsets;                      // null if there are no offsets
+  ScaleType scale_type = ScaleType::float32;  // of `scales`, for recover_row()
 
   int64_t super_groups() const { return super_group ? (columns + super_group - 1) / super_group : 0; }
   // The rows from `row` on.
@@ -90,6 +91,10 @@ int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const Qu
 // `row_offset`. Every group of w must be part of one stored group. Returns the number of e4m3 NaN plus the number of
 // block scales that are NaN or infinite.
 int64_t place_rows(const Packed& w, const StoredRows& rows, int64_t row_offset, int64_t column, int64_t r0, int64_t r1);
+
+// Dequantizes columns [column, column + k) of a stored row of e4m3 with scales of stored.scale_type: the same values as
+// those of a matrix of e4m3; and rounded to bfloat16. Returns the number of e4m3 NaN.
+int64_t recover_row(const StoredRows& stored, int64_t row, int64_t column, int64_t k, float* out, uint16_t* rounded);
 
 // Unpacks `rows` stored rows into the layout of RowShape: [rows, row_bytes()].
 void unpack_quantized(const StoredRows& stored, int64_t rows, uint8_t* out);

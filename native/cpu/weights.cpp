@@ -115,9 +115,14 @@ const Packed& Weights::checked_part(int id, int64_t rows, int64_t row_offset, in
   return m;
 }
 
-int64_t Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column) {
+void Weights::check_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset,
+                              int64_t column) const {
   const Packed& m = checked_part(id, rows, row_offset, column, source.columns, source.group);
-  if (!is_quantized(m.format) || bits_of(m.format) != source.bits)
+  if (!is_quantized(m.format)) {
+    if (source.bits == 8 && source.packing == Packing::rows && !source.zeros.data && !source.super_group) return;
+    throw std::invalid_argument("a matrix of floats takes plain rows of e4m3 without zeros and nested scales");
+  }
+  if (bits_of(m.format) != source.bits)
     throw std::invalid_argument("values of " + std::to_string(source.bits) + " bits do not fit a matrix of " +
                                 std::to_string(bits_of(m.format)));
   const bool offsets = m.scaling.zeros == ZeroType::offsets, nested = m.scaling.super_group > 0,
@@ -130,31 +135,70 @@ int64_t Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, 
     throw std::invalid_argument("super-groups of " + std::to_string(m.scaling.super_group) + " from column " +
                                 std::to_string(column) + " on are not parts of super-groups of " +
                                 std::to_string(source.super_group));
+}
+
+std::vector<int64_t> Weights::fill_quantized(int id, const std::vector<StoredRows>& sources,
+                                             const std::vector<int64_t>& rows, int64_t row_offset, int64_t column) {
+  struct Piece {  // rows of one matrix
+    Packed m;
+    StoredRows from;
+    int64_t rows, offset, before, panels;  // offset: in the matrix; before: rows and panels of the stack before it
+    uint64_t key;                          // of the first row's hash
+    size_t source;
+  };
+  const int64_t n = matrix(id).n, panels = matrix(id).panels();
+  std::vector<Piece> pieces;
+  int64_t first = INT64_MAX, last = 0;
+  for (size_t i = 0; i < sources.size(); row_offset += rows[i++]) {
+    check_quantized(id, sources[i], rows[i], row_offset, column);
+    each_expert(id, rows[i], row_offset, [&](const Packed& m, int64_t count, int64_t offset, int64_t done) {
+      const int64_t expert = (row_offset + done) / n;
+      pieces.push_back({m, sources[i].from(done), count, offset, expert * n, expert * panels,
+                        (uint64_t)(row_offset + done + offset), i});
+      first = std::min(first, expert * panels + offset / m.panel);
+      last = std::max(last, expert * panels + (offset + count + m.panel - 1) / m.panel);
+    });
+  }
+  first = std::min(first, last);
+  std::vector<std::atomic<int64_t>> bad(sources.size());
   std::atomic<uint64_t> hash{0};
-  std::atomic<int64_t> bad{0};
-  each_expert(id, rows, row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
-    const StoredRows from = source.from(done);
-    const int64_t first = offset / one.panel, last = (offset + count + one.panel - 1) / one.panel;
-    const int64_t together = from.hashed_together();
-    pool_.run([&](int thread) {
-      const auto [p0, p1] = part(last - first, thread, pool_.size());
-      const int64_t begin = std::max(offset, (first + p0) * one.panel),
-                    end = std::min(offset + count, (first + p1) * one.panel);
-      uint64_t sum = 0;
-      int64_t block = (std::max(begin - offset, int64_t{0}) + together - 1) / together;  // first block that begins here
+  pool_.run([&](int thread) {
+    const auto [part0, part1] = part(last - first, thread, pool_.size());
+    uint64_t sum = 0;
+    std::vector<float> room;
+    std::vector<uint16_t> rounded;
+    for (const Piece& p : pieces) {
+      const int64_t panel = p.m.panel, end_of_piece = p.offset + p.rows,
+                    begin = std::max(p.offset, (first + part0 - p.panels) * panel),
+                    end = std::min(end_of_piece, (first + part1 - p.panels) * panel),
+                    together = p.from.hashed_together();
+      if (begin >= end) continue;
+      int64_t block = (begin - p.offset + together - 1) / together;  // first block that begins here
       // One panel at a time, or as many rows as are hashed together: hashing brings them into the cache.
       for (int64_t r0 = begin, r1; r0 < end; r0 = r1) {
-        const int64_t next = offset + ((r0 - offset) / together + 1) * together;
-        r1 = std::min(end, (next + one.panel - 1) / one.panel * one.panel);
-        for (; offset + block * together < r1; block++)
-          sum += fold(from.hash(one, count, block), row_offset + done + offset + block);
-        bad += place_rows(one, from, offset, column, r0, r1);
+        const int64_t next = p.offset + ((r0 - p.offset) / together + 1) * together;
+        r1 = std::min(end, (next + panel - 1) / panel * panel);
+        if (is_quantized(p.m.format)) {
+          for (; p.offset + block * together < r1; block++) sum += fold(p.from.hash(p.m, p.rows, block), p.key + block);
+          bad[p.source] += place_rows(p.m, p.from, p.offset, column, r0, r1);
+          continue;
+        }
+        // The stride of rows is no multiple of 4 KB: packing reads a column of them.
+        const int64_t k = p.m.k, stride = k + 32;
+        room.resize((r1 - r0) * stride), rounded.resize((r1 - r0) * stride);
+        for (int64_t r = r0, at = 0; r < r1; r++, at += stride) {
+          bad[p.source] += recover_row(p.from, r - p.offset, column, k, room.data() + at, rounded.data() + at);
+          sum +=
+              row_hash(room.data() + at, k * sizeof(float), p.before + r);  // as fill_matrix() does with these floats
+        }
+        if (p.m.format == Format::f32) pack_floats(p.m, {room.data(), SourceType::f32, stride, r0, 0, k, k}, r0, r1);
+        else pack_floats(p.m, {rounded.data(), SourceType::bf16, stride, r0, 0, k, k}, r0, r1);
       }
-      hash += sum;
-    });
+    }
+    hash += sum;
   });
   weights_[id].source_hash += hash;
-  return bad;
+  return {bad.begin(), bad.end()};
 }
 
 int64_t Weights::quantize(const SourceRows& source, const QuantizedRows& out, int64_t rows) const {

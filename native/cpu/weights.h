@@ -42,9 +42,10 @@ class Weights {
   // Copies rows[i] rows of each source (from its column on) into consecutive rows from row_offset on. Returns the
   // number of NaN and infinite values of each.
   std::vector<int64_t> fill_matrix(int id, const std::vector<SourceRows>& sources, const std::vector<int64_t>& rows);
-  // The same for rows that are already quantized. Returns the number of e4m3 NaN plus the number of block scales that
-  // are NaN or infinite.
-  int64_t fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column);
+  // The same from `column` on for rows that are already quantized. A matrix of floats takes e4m3, which is dequantized.
+  // Returns of each source the number of e4m3 NaN plus the number of block scales that are NaN or infinite.
+  std::vector<int64_t> fill_quantized(int id, const std::vector<StoredRows>& sources, const std::vector<int64_t>& rows,
+                                      int64_t row_offset, int64_t column);
   // A hash of all bytes that fill_matrix() has read. Independent of threads and instruction set.
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].source_hash; }
   // Quantizes rows into plain arrays. Returns the number of NaN and infinite values.
@@ -86,6 +87,7 @@ class Weights {
     }
   }
   int64_t fill_rows(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1) const;
+  void check_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column) const;
   const Packed& checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
                              int64_t group) const;
 

@@ -252,6 +252,63 @@ def test_numbers_that_are_none_are_counted():
     assert executor.fill_quantized(handle, blocks, None, None, 4, 256, 32, packing="Q4_0") == 1
 
 
+@pytest.mark.parametrize("k, group", [(200, 128), (515, 8), (96, 0)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_of_several_arrays_are_filled_as_one_by_one(threads, k, group):
+    rng, experts, n = np.random.default_rng(k), 5, 26
+    executor = _native.Executor(num_threads=threads)
+    counts = [n, 7, n - 7, 2 * n + 3, n - 3]        # of the stack's rows: some begin or end within a matrix
+    quants = [rng.integers(0, 120, (count, k + 9)).astype(np.uint8)[:, 9:] for count in counts]
+    scales = [np.repeat(rng.uniform(0.5, 2, (1, -(-k // (group or k)))), count, 0).astype(np.float32)
+              for count in counts]
+    first, width = (8, k - 8) if group == 8 else (0, k)     # a rank's slice of K, too
+    one, all_rows = (executor.add_matrix(experts * n, width, "e4m3", group, experts=experts, **CODED) for _ in range(2))
+    row = 0
+    for q, s in zip(quants, scales):
+        assert executor.fill_quantized(one, q, s, None, 8, k, group, row_offset=row, column=first) == 0
+        row += len(q)
+    assert executor.fill_quantized_rows(all_rows, quants, scales, 8, k, group, "float32", column=first) == [0] * 5
+    for row in range(experts * n):
+        np.testing.assert_array_equal(executor.read_row(one, row), executor.read_row(all_rows, row))
+    assert executor.source_hash(one) == executor.source_hash(all_rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scale_type", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_matrices_of_floats_take_e4m3(threads, scale_type, dtype):
+    rng, k, group, counts = np.random.default_rng(1), 333, 128, [70, 3, 59]
+    executor = _native.Executor(num_threads=threads)
+    codes = np.array([x for x in range(256) if x & 0x7F != 0x7F], np.uint8)     # zeros and subnormals among them
+    quants = [codes[rng.integers(0, len(codes), (count, k))] for count in counts]
+    floats = [rng.uniform(-2, 2, (count, 3)).astype(np.float32) for count in counts]
+    floats[0][3] = -0.0
+    if scale_type == "bfloat16":
+        stored = [(x.view(np.uint32) >> 16).astype(np.uint16) for x in floats]
+        floats = [(x.astype(np.uint32) << 16).view(np.float32) for x in stored]
+    else:
+        stored = [x.astype(scale_type) for x in floats]
+        floats = [x.astype(np.float32) for x in stored]
+        stored = [x if scale_type == "float32" else x.view(np.uint16) for x in stored]
+    one, other = (executor.add_matrix(sum(counts), k - 128, dtype) for _ in range(2))
+    assert executor.fill_quantized_rows(one, quants, stored, 8, k, group, scale_type, column=128) == [0, 0, 0]
+    values = [values_of("e4m3")[q] * np.repeat(s, 128, 1)[:, :k] + np.float32(0) for q, s in zip(quants, floats)]
+    executor.fill_rows(other, values, "F32", 0, 128, 0)
+    for row in range(sum(counts)):
+        assert executor.read_row(one, row).tobytes() == executor.read_row(other, row).tobytes()
+    assert executor.source_hash(one) == executor.source_hash(other)
+    quants[2][5, [130, 332]] = 0x7F, 0xFF
+    assert executor.fill_quantized_rows(one, quants, stored, 8, k, group, scale_type, column=128) == [0, 0, 2]
+    for call, problem in ((lambda: executor.fill_quantized(one, quants[0], stored[0], None, 8, k, group),
+                           "the matrix is not quantized"),
+                          (lambda: executor.fill_quantized_rows(one, quants, stored[:2], 8, k, group, scale_type),
+                           "as many scales"),
+                          (lambda: executor.fill_quantized_rows(one, quants, [s[:, :2] for s in stored], 8, k, group,
+                                                                scale_type), "must be \\[rows, 3\\]")):
+        with pytest.raises(ValueError, match=problem):
+            call()
+
+
 def test_what_is_refused():
     executor = _native.Executor()
     for arguments, layout, problem in (

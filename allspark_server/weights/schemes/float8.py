@@ -37,7 +37,9 @@ def float8_tensor(weight: StoredTensor, scales: StoredTensor, block: tuple[int, 
     height = block[0] if block else 1 if len(data) > 1 else weight.shape[0]
 
     def rows(begin: int, end: int) -> QuantizedRows:
-        return QuantizedRows(weight.values[begin:end], data[np.arange(begin, end) // height])
+        first = begin // height
+        each = np.repeat(data[first:-(-end // height)], height, 0)
+        return QuantizedRows(weight.values[begin:end], each[begin - first * height:end - first * height])
 
     return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
