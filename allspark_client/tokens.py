@@ -53,7 +53,8 @@ def _from_list(ids: Sequence[Any], name: str) -> np.ndarray[Any, Any]:
     rows: Sequence[Any] | np.ndarray[Any, Any] = ids
     if len(ids) == 1 and isinstance(ids[0], (list, tuple, np.ndarray)):
         rows = ids[0]
-    for i, value in enumerate(rows):
+    plain = set(map(type, rows)) == {int}   # one pass in C: prompts may have 100,000 tokens
+    for i, value in enumerate(() if plain else rows):
         if isinstance(value, (list, tuple, np.ndarray)):
             raise ValueError(f"{name} is a list of {len(rows)} lists; allowed: shape [n] or [1, n], one prompt")
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):

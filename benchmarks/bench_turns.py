@@ -1,4 +1,4 @@
-"""Measures the first tokens of an agent's turns on CPUs: bench_turns.py FOLDER [--tokens 38000] [--layers 4] [--…].
+"""Measures the first tokens of an agent's turns: bench_turns.py FOLDER [--tokens 38000] [--layers 4] [--…].
 
 The model has random weights in the shape of Qwen3.5-9B, with few layers and a small vocabulary: three of four layers
 have the gated delta rule. A conversation begins with a long prompt; each turn adds 200 tokens, the answer among them.
@@ -112,7 +112,8 @@ def run(options: argparse.Namespace, history: list[int], results: multiprocessin
     spans, name = -(-(options.tokens + ADDED * (options.turns + 8)) // options.span), "turns"
     fields = {"weight_dtype": options.weights, "num_threads": options.threads, "engine_max_batch": 2,
               "engine_max_length": spans * options.span, "cache_span_size": options.span, "enable_prefix_cache": True,
-              "host_cache_dir": options.host, "host_cache_memory": options.host_memory << 20}
+              "host_cache_dir": options.host, "host_cache_memory": options.host_memory << 20,
+              "compute_unit": options.compute_unit}
     engine.install_model(AsModelConfig(name, str(options.model), cache_memory=options.cache_memory << 20, **fields))
     engine.start_model(name)
     info = engine.get_model_info(name)
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="turns in the cache (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the model (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compute-unit", default="CPU:0", help="such as CUDA:0 (default: %(default)s)")
     parser.add_argument("--weights", default="w8a8", help="weight_dtype (default: %(default)s)")
     parser.add_argument("--span", type=int, default=32, help="tokens of a span (default: %(default)s)")
     parser.add_argument("--cache-memory", type=int, default=1024, help="MiB of the cache (default: %(default)s)")

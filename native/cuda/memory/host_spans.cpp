@@ -23,9 +23,10 @@ void check_spans(int spans) {
 // Copies of a step: each span of the caches and of the host cache is filled at most once.
 size_t most_copies(int cache_spans, int spans) { return (size_t)spans + cache_spans; }
 
-// Spans of one of the four parts of a file's buffer: enough to keep the link busy, and at most 64 MiB.
+// Spans of one of the four parts of a file's buffer: enough for all threads of share_work(), and to keep the link busy;
+// at most 64 MiB.
 int spans_of_chunk(const std::vector<SpanRange>& ranges, int spans) {
-  constexpr size_t kBytes = 64 << 20, kMost = 32;
+  constexpr size_t kBytes = 64 << 20, kMost = 128;
   return (int)std::clamp<size_t>(kBytes / std::max<size_t>(1, span_bytes(ranges)), 1, std::min<size_t>(spans, kMost));
 }
 
