@@ -82,6 +82,30 @@ def test_bits_do_not_depend_on_chunks_and_batches(count, kind):
     assert np.abs(found - exact).max() <= EXACT * np.sqrt(np.mean(exact**2))
 
 
+@pytest.mark.parametrize("kind, shape", [("delta", (32, 16, 128, 128)), ("delta", (16, 16, 36, 130)),
+                                         ("ssd", (64, 8, 128, 64)), ("ssd", (48, 4, 20, 40))])
+def test_rows_of_many_sequences_have_the_bits_of_one(kind, shape):
+    """So many sequences that single rows have a kernel of their own, and its CTAs one head or several."""
+    own = toy()
+    x = embedded(own, 24)
+    y = with_delta(own, x, *shape, False, -1.0) if kind == "delta" else with_ssd(own, x, *shape, -1.0)
+    own.op("add", (x, own.op("linear", (y,), 24, (own.matrix(24, shape[0] * shape[3]),))))
+    qkv = own.op("linear", (x,), 24, (own.matrix(24, 24),))
+    own.op("add", (x, own.op("linear", (own.attention(qkv, 1, 1, 8),), 24, (own.matrix(24, 8),))))
+    own.finish(own.op("linear", (x,), VOCAB, (own.matrix(VOCAB, 24),)))
+    gpu = compiled(own, long=True, slots=32, outputs=2048)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 9, 63, 64, 65, 66, 131, *rng.integers(1, 80, 24))]
+    expected = []
+    for used, prompt in enumerate(prompts):
+        free(gpu, used)
+        expected += logits_of_rows(gpu, [prompt], lambda: 1)
+    free(gpu, 1)
+    for many in (12, 32):
+        assert logits_of_rows(gpu, prompts[:many], lambda: 1) == expected[:many], many
+        gpu.step(plan([], free=list(range(many))), False)
+
+
 def free(gpu, used: int) -> None:
     """Frees slot 0 if it has been used."""
     if used:
