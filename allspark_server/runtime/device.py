@@ -75,6 +75,10 @@ class Device:
         """What a network's layers have that the device lacks, in words for users; None if it lacks nothing."""
         return next((self.missing_ops[op.type] for op in graph.ops if op.type in self.missing_ops), None)
 
+    def step_tokens_of(self, graph: Graph) -> int:
+        """The default number of rows in a step of a model."""
+        return self.step_tokens
+
     def available(self, world: int) -> int:
         """The bytes that this rank may use now."""
         raise NotImplementedError
@@ -300,6 +304,10 @@ class Gpu(Device):
             missing.append(f"a cache of type {cache_dtype}")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
+
+    def step_tokens_of(self, graph: Graph) -> int:
+        """See Device. Many experts get few rows each of 2,048: a step takes as long as reading their weights."""
+        return 2 * self.step_tokens if any(op.type == "expert_linear" for op in graph.ops) else self.step_tokens
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str, whole: bool = False) -> int:
         """See `Device.span_bytes`."""

@@ -50,7 +50,7 @@ class ModelRunner:
         """shared_memory: of the ranks (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
         #: what this rank computes; it has part `role.rank` of `role.world` parts
         self.role = role_of(config, rank, world)
-        #: rows of a step by default: those of the whole group's device
+        #: rows of a step by default; in a mixed group, of all its ranks
         self._step_tokens = step_tokens(config)
         self._unit = config.compute_unit    # of the whole group
         self.config, self.rank, self.world = self.role.config_of(config), rank, world
@@ -102,6 +102,8 @@ class ModelRunner:
                                         whole, adapters=config.lora_max_num > 0 and not role.mixed, role=role)
         if model.whole.whole_texts or not model.whole.generates:
             config = self.config = model.config = config_of_texts(config, model)
+        if not role.mixed:
+            self._step_tokens = device.step_tokens_of(model.graph)
         models = [model]
         if config.speculation == "draft":
             part = device.draft_shard(role.rank, role.world)

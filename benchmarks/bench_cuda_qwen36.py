@@ -1,0 +1,109 @@
+"""Measures Qwen3.6-35B-A3B's shape on a GPU, in bfloat16 with random weights, through the engine in one process.
+
+    bench_cuda_qwen36.py FOLDER [--layers 20] [--batch 1,8,32] [--prompts 8x1024,1x32768] [--compute-unit CUDA:0]
+                         [--step-tokens 8192] [--profile]
+
+Decode: milliseconds of a step, and which part of the bandwidth the bytes are that it must read: weights of the experts
+that its rows choose (each row independently), all other weights, states, keys and values. Prompts: tokens/s until all
+of them have their first token. The vocabulary shrinks with the layers, so the whole model's 40 layers take 40/layers of
+the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import qwen36
+
+from allspark_client.config import AsModelConfig
+from allspark_server import Engine, _cuda
+
+TOKENS, SKIPPED, LAYERS = 300, 4, 40
+PROMPT = 128    # tokens before those that are decoded
+MODEL = "m"
+
+
+def step_bytes(shape: qwen36.Shape, rows: int) -> float:
+    """Bytes that a decode step must read, of which states are read to the middle of a chunk of 64 rows on average."""
+    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    expert = 3 * h * shape.inner
+    experts = shape.experts * (1 - (1 - shape.top / shape.experts) ** rows)
+    delta = (2 * shape.keys + 2 * shape.values + 2 * shape.value_heads + shape.values) * h
+    attention = (2 * q + 2 * kv + q) * h
+    full = shape.layers // shape.interval
+    weights = 2.0 * (shape.layers * ((experts + 1) * expert + 2 * shape.experts * h) + full * attention
+                     + (shape.layers - full) * delta + shape.tokens * h)     # the router is in float32
+    state = 4.0 * (shape.values * shape.state_dim + 32 * (shape.keys + shape.values + 2 * shape.value_heads))
+    return weights + rows * ((shape.layers - full) * state + full * (PROMPT + TOKENS / 2) * 2 * kv * 2)
+
+
+def asked(engine: Engine, count: int, length: int, tokens: int, rng: np.random.Generator, vocab: int) -> list[float]:
+    """Asks for so many tokens after each of so many prompts. Seconds from the beginning at which the first request's
+    tokens came, and at last those until all requests had ended.
+    """
+    prompts = rng.integers(0, vocab - 1, (count, length)).tolist()
+    config = {"max_new_tokens": tokens, "early_stopping": False, "do_sample": False, "eos_token_id": -1}
+    began = time.perf_counter()
+    handles = [engine.start_request(MODEL, {"input_ids": ids}, config)[1:] for ids in prompts]
+    found: list[float] = []
+    for number, (handle, queue) in enumerate(handles):
+        for part in queue:
+            if not number:
+                found += [time.perf_counter() - began] * len(part.ids_from_generate)
+        engine.release_request(MODEL, handle)
+    return [*found, time.perf_counter() - began]
+
+
+def main() -> None:
+    """Reads the command line and prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for the checkpoint, such as /dev/shm (3.5 GB for 2 layers)")
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--prompts", default="8x1024,1x32768")
+    parser.add_argument("--compute-unit", default="CUDA:0")
+    parser.add_argument("--step-tokens", type=int, default=0, help="max_step_tokens (default: the engine's choice)")
+    parser.add_argument("--profile", action="store_true", help="print the ops' times")
+    options = parser.parse_args()
+    shape, rng = qwen36.Shape(options.layers), np.random.default_rng(3)
+    batches = [int(n) for n in options.batch.split(",") if n]
+    prompts = [tuple(map(int, each.split("x"))) for each in options.prompts.split(",") if each]
+    bandwidth, rate = _cuda.measure_roofline(0)
+    began = time.perf_counter()
+    written = options.folder / "model.safetensors"
+    size = written.stat().st_size if written.exists() else qwen36.write_checkpoint(options.folder, shape)
+    print(f"{options.layers} of {LAYERS} layers: {size / 1e9:.1f} GB, written in {time.perf_counter() - began:.0f} s; "
+          f"the GPU reads {bandwidth / 1e12:.2f} TB/s, multiplies at {rate / 1e12:.0f} TFLOP/s", flush=True)
+    with Engine() as engine:
+        began = time.perf_counter()
+        engine.install_model(AsModelConfig(
+            MODEL, str(options.folder), weight_dtype="bfloat16", compute_unit=options.compute_unit,
+            engine_max_batch=max(batches + [count for count, _ in prompts]), cache_memory=6 << 30,
+            engine_max_length=max([PROMPT + TOKENS] + [length for _, length in prompts]) + 64,
+            enable_prefix_cache=False, max_step_tokens=options.step_tokens))
+        engine.start_model(MODEL)
+        print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
+        for rows in batches:
+            steps = []
+            for _ in range(3):
+                came = asked(engine, rows, PROMPT, TOKENS, rng, shape.tokens)
+                steps.append((came[TOKENS - 1] - came[SKIPPED]) / (TOKENS - 1 - SKIPPED))
+            step = statistics.median(steps)
+            print(f"decode x {rows}: {1e3 * step:.3f} ms, {step_bytes(shape, rows) / bandwidth / step:.2f} of the "
+                  f"bandwidth; all layers {1e3 * step * LAYERS / options.layers:.2f} ms, "
+                  f"{rows / step * options.layers / LAYERS:,.0f} tokens/s", flush=True)
+        for count, length in prompts:
+            seconds = min(asked(engine, count, length, 1, rng, shape.tokens)[-1] for _ in range(3))
+            print(f"prompts {count} x {length}: {seconds:.3f} s, all layers "
+                  f"{count * length / seconds * options.layers / LAYERS:,.0f} tokens/s", flush=True)
+        if options.profile:
+            print(engine.get_op_profiling_info(MODEL), flush=True)
+        engine.release_model(MODEL)
+
+
+if __name__ == "__main__":
+    main()
