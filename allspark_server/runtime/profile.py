@@ -146,7 +146,7 @@ class Profile:
         exceed memory bandwidth.
 
         In a mixed group, the ops of each rank of experts follow, named "rank 1: expert_linear", with parts of that
-        rank's total. Its roofline is not measured.
+        rank's total; its roofline is not measured. The last line then has both sides of a layer.
         """
         total = sum(op.sum for op in self.ops) or 1.0
         of_experts = [(f"rank {number}: {op.op}", op, sum(op.sum for op in ops) or 1.0)
@@ -172,7 +172,27 @@ class Profile:
                      f"{zero:>10.4f} {zero:>10.4f} {top.bytes_per_second / 1e9:>7.1f} "
                      f"{top.operations_per_second / 1e9:>7.1f} {100:>7.1f}%")
         lines += [line(name, op, of_rank, "-") for name, op, of_rank in of_experts]
+        if sides := self._sides():
+            lines.append(sides)
         return "\n".join(lines)
+
+    def _sides(self) -> str:
+        """In a mixed group, the milliseconds that each side spends in a layer with experts on average, in one line: the
+        model's rank with all its other ops, by the number of its layers with experts.
+        """
+        def means(ops: list[OpProfile], names: tuple[str, str]) -> list[float]:
+            """Of all other ops, then of those of these names; [] if the last of them did not run."""
+            own = [sum(op.sum for op in ops if name in op.op.split("+")) for name in names]
+            count = sum(op.count for op in ops if names[-1] in op.op.split("+"))
+            return [1e3 * seconds / count for seconds in (sum(op.sum for op in ops) - sum(own), *own)] if count else []
+
+        parts = []
+        if found := means(self.ops, ("dispatch_rows", "returned_sums")):
+            parts.append("rank 0 computes {:.3f}, sends {:.3f}, waits for sums {:.3f}".format(*found))
+        for number, ops in enumerate(self.experts, 1):
+            if found := means(ops, ("return_sums", "dispatched_rows")):
+                parts.append("rank {} computes {:.3f}, sends {:.3f}, waits for rows {:.3f}".format(number, *found))
+        return f"a layer, ms: {'; '.join(parts)}" if self.experts and parts else ""
 
 
 def role_of(graph: Graph, op: Op) -> str:

@@ -71,14 +71,16 @@ def test_the_profile_shows_both_sides(group):
         run_alone(group.engine, name)
         lines = group.engine.get_op_profiling_info(name).splitlines()
         assert run_alone(group.engine, name)
-    counts = {line[:line.index("  ")].strip(): int(line[line.index("  "):].split()[0]) for line in lines[1:]}
+    counts = {line[:line.index("  ")].strip(): int(line[line.index("  "):].split()[0]) for line in lines[1:-1]}
     sent, top = counts["dispatch_rows"], next(n for n, line in enumerate(lines) if line.startswith("roofline"))
     assert sent == counts["returned_sums"] > 0
     for rank in range(1, group.experts + 1):
         assert counts[f"rank {rank}: dispatched_rows"] == counts[f"rank {rank}: return_sums"] == sent
         assert counts[f"rank {rank}: expert_linear"] >= sent     # one of two may be fused with what follows it
-    assert all(line.startswith("rank ") and line.split()[13:14] == ["-"] for line in lines[top + 1:])
+    assert all(line.startswith("rank ") and line.split()[13:14] == ["-"] for line in lines[top + 1:-1])
     assert len(lines) > top + 5 * group.experts
+    sides = lines[-1].removeprefix("a layer, ms: ").split("; ")
+    assert [side.split(" computes ")[0] for side in sides] == [f"rank {n}" for n in range(group.experts + 1)]
 
 
 def test_speculation_by_lookup(group, first):

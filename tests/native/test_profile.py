@@ -121,3 +121,19 @@ def test_8_bit_gemms_have_a_roofline_at_every_level():
     while not meter.slice(0.01):
         pass
     assert min(meter.rates()) > 0 and _native.measure_integer_rate(repeats=1) > 0
+
+
+def test_both_sides_of_a_layer():
+    """The last line of a mixed group's table: the means of a layer, on rank 0 with all ops outside of layers."""
+    top = profile.Roofline(1e9, 1e9)
+
+    def op(name: str, count: int, seconds: float):
+        return profile.OpProfile(name, "", count, seconds / count, seconds / count, seconds)
+
+    model = [op("linear", 30, 0.003), op("dispatch_rows", 10, 0.001), op("returned_sums+add", 10, 0.02)]
+    experts = [op("dispatched_rows", 20, 0.004), op("dispatched_choices", 20, 0.0), op("expert_linear", 40, 0.06),
+               op("return_sums", 20, 0.002)]
+    found = profile.Profile(model, top, [experts, []]).table().splitlines()
+    assert found[-1] == ("a layer, ms: rank 0 computes 0.300, sends 0.100, waits for sums 2.000; "
+                         "rank 1 computes 3.000, sends 0.100, waits for rows 0.200")
+    assert "a layer" not in profile.Profile(model, top).table()
