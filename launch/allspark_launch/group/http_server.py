@@ -252,27 +252,27 @@ class HttpServer:
                 os.unlink(self.address.removeprefix("unix:"))
 
     def _take(self, options: HttpOptions) -> None:
-        self._options = options
+        versions, shown = self._file_versions(options), self._read_shown(options)   # may raise: before anything changes
+        self._options, self._versions, self._shown = options, versions, shown
         before, self._counts_file = self._counts_file, make_file(options.workers)
         if before >= 0:
             os.close(before)
         self._words = [sys.executable, "-m", "allspark_server.http", *worker_words(options),
                        "--fd", str(self._socket.fileno()), "--counts-fd", str(self._counts_file)]
         connections = ConnectionCounts(self._counts_file)
-        self._versions, self._shown = self._file_versions(), self._read_shown()
         self._replaced = [worker for worker in self._workers if worker.process is not None]
         self._workers = [_Worker(number, connections) for number in range(options.workers)]
 
-    def _file_versions(self) -> list[tuple[int, ...]]:
-        files = (self._options.pool_token_file, self._options.pool_tls_ca)
+    def _file_versions(self, options: HttpOptions) -> list[tuple[int, ...]]:
+        files = (options.pool_token_file, options.pool_tls_ca)
         return [access.file_version(path or None) for path in files]
 
-    def _read_shown(self) -> tuple[str, bytes]:
+    def _read_shown(self, options: HttpOptions) -> tuple[str, bytes]:
         """What workers read only at their start: the token that they show to groups, and whom they trust. Raises
         ValueError or OSError.
         """
-        token, _ = access.pool_token(self._options.pool_token_file)
-        return token, Path(self._options.pool_tls_ca).read_bytes() if self._options.pool_tls_ca else b""
+        token, _ = access.pool_token(options.pool_token_file)
+        return token, Path(options.pool_tls_ca).read_bytes() if options.pool_tls_ca else b""
 
     def _watch(self) -> None:
         while not self._ending:
@@ -287,10 +287,10 @@ class HttpServer:
 
     def _look(self) -> None:
         fresh, self._fresh = self._fresh, None
-        if fresh is None and (versions := self._file_versions()) != self._versions:
+        if fresh is None and (versions := self._file_versions(self._options)) != self._versions:
             self._versions = versions
             try:
-                if self._read_shown() != self._shown:
+                if self._read_shown(self._options) != self._shown:
                     fresh = self._options
             except (OSError, ValueError) as error:
                 logger.error("the HTTP workers stay as they were: %s", error)
