@@ -11,11 +11,12 @@ from allspark_server.models.ops import Attribute, op_spec
 from allspark_server.runtime.native import native_library
 
 
-def check_ranks(graph: Graph, world: int) -> None:
-    """Raises AllSparkError if the model has fewer than `world` units of something that is divided among ranks."""
-    of_experts = graph.ops[-1].type == "return_sums"  # of a mixed group
-    wanted = [] if of_experts else [("query heads", graph.config.num_heads)]
-    if graph.config.vision is None and not of_experts:
+def check_ranks(graph: Graph, world: int, experts: bool = False) -> None:
+    """Raises AllSparkError if the model has fewer than `world` units of something that is divided among ranks. experts:
+    the graph is that of a mixed group's ranks of experts.
+    """
+    wanted = [] if experts else [("query heads", graph.config.num_heads)]
+    if graph.config.vision is None and not experts:
         wanted.append(("units of its vocabulary", graph.vocab.units))
     kinds = {"gated_delta": "key heads of layers with a state", "ssd": "groups of heads of layers with a state",
              "causal_conv": "units of channels of a convolution"}

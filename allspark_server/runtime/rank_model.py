@@ -80,7 +80,7 @@ class RankModel:
         self.unquantized = unquantized_type(self.whole, self.source, device.half)
         if role is not None:
             self.graph = role.part_of(self.whole)
-        check_ranks(self.graph, world)
+        check_ranks(self.graph, world, experts=role is not None and role.experts)
         self._plain = self.graph  # without what a head from elsewhere adds
         if self.eagle:
             self.source = self.eagle.source

@@ -22,11 +22,11 @@ from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.model_checks import config_of_texts, memory_errors, mib, placement_of
 from allspark_server.runtime.native import native_library
-from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import GpuRooflineMeter, OpProfile, Profile, Profiler, RooflineMeter, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.roles import exchange_sizes, role_of
+from allspark_server.runtime.step_sizes import StepSizes, step_sizes
 from allspark_server.runtime.steps import DEPTH
 from allspark_server.runtime.tower import TowerRunner
 from allspark_server.weights.checkpoint import model_hash
@@ -50,14 +50,14 @@ class ModelRunner:
         """shared_memory: of the ranks (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
         #: what this rank computes; it has part `role.rank` of `role.world` parts
         self.role = role_of(config, rank, world)
-        #: rows of a step by default; in a mixed group, of all its ranks
-        self._step_tokens = step_tokens(config)
+        self._group_rows = step_tokens(config)  # rows of a step by default, of all ranks of a mixed group
         self._unit = config.compute_unit    # of the whole group
         self.config, self.rank, self.world = self.role.config_of(config), rank, world
         self.shared_memory = shared_memory
         self.cpus = list(cpus or [])
         #: called during load with (elements loaded, elements in all)
         self.progress: Progress | None = None
+        self._sizes = StepSizes(0, 0, 0, 0)     # known once load() has opened the model
         self._state_spans = 0       # spans that hold a sequence's recurrent state
         self._device: Any = None    # a Device, and its native executors, once load() has started
         self._executor: Any = None
@@ -102,8 +102,6 @@ class ModelRunner:
                                         whole, adapters=config.lora_max_num > 0 and not role.mixed, role=role)
         if model.whole.whole_texts or not model.whole.generates:
             config = self.config = model.config = config_of_texts(config, model)
-        if not role.mixed:
-            self._step_tokens = device.step_tokens_of(model.graph)
         models = [model]
         if config.speculation == "draft":
             part = device.draft_shard(role.rank, role.world)
@@ -122,21 +120,23 @@ class ModelRunner:
         elif model.opened.tower is not None:
             self.tower = TowerRunner(config, model.opened.tower, self.rank, self.world, device,
                                      any("temporal" in op.attrs for op in model.graph.ops))
-            self._check_images()
         if model.opened.tower is not None and self.tower is None:
             logger.warning("model %s: images are refused: %s", config.model_name, self._no_images_reason)
         for shard in models:
             device.check(config, set(shard.formats.values()), shard.cache_dtype)
-        rows, outputs = self._rows_of_step(), self._outputs_of_step()
-        self._check_rows(rows, device.most_rows)
+        default = self._group_rows if role.mixed else device.step_tokens_of(model.graph)
+        image_rows = self.tower.tokens if self.tower is not None and self.tower.vision.together else 0
+        sizes = self._sizes = step_sizes(config, model, default, image_rows)
+        sizes.check(config, device.most_rows, bool(self._drafts))
         self._span_bytes = sum(shard.span_bytes(device) for shard in models)
         self._state_spans = model.state_spans(device)
         self.host_spans = self._count_host_spans()
-        activations = device.activation_bytes(model, rows, outputs)
-        activations += sum(device.activation_bytes(draft, *self._draft_step()) for draft in self._drafts)
+        activations = device.activation_bytes(model, sizes.rows, sizes.outputs)
+        activations += sum(device.activation_bytes(draft, sizes.draft_rows, sizes.draft_outputs)
+                           for draft in self._drafts)
         messages = images = host_cache = 0
         if role.mixed:
-            self._exchange_sizes = exchange_sizes(model.whole, rows)
+            self._exchange_sizes = exchange_sizes(model.whole, sizes.rows)
             messages = native_library().ExpertExchange.bytes_needed(**self._exchange_sizes, holds_experts=role.experts)
         if self.tower is not None and not self.rank:
             images = config.image_cache_memory
@@ -154,7 +154,6 @@ class ModelRunner:
         began = time.perf_counter()
         announced = self.open()
         config, role, device, model = self.config, self.role, self._device, self._shard
-        step = self._rows_of_step(), self._outputs_of_step()
         with planning():
             spans = self.spans(device.available(self.sharers), announced)
             self._reservation = device.reserve(config.model_name, announced.fixed + spans * announced.span_bytes)
@@ -167,7 +166,7 @@ class ModelRunner:
                 of_tower = self.tower.load(device.draft_executor(self._executor, True))
             self.digest += f" {self.tower.digest}"
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
-            self.address = device.share(self._executor, *step)
+            self.address = device.share(self._executor, self._sizes.rows, self._sizes.outputs)
             if role.mixed:
                 by_gpu = self._unit.startswith("CUDA:")
                 self._exchange = native_library().ExpertExchange(self.shared_memory, **self._exchange_sizes,
@@ -179,7 +178,8 @@ class ModelRunner:
                 draft.load(executor, None, self._executor)
             if draft.world > 1:
                 with memory_errors(f"allocating the exchange buffers of {self._draft_name}"):
-                    self.address += " " + device.share(executor, *self._draft_step())
+                    self.address += " " + device.share(executor, self._sizes.draft_rows,
+                                                           self._sizes.draft_outputs)
         if self.tower is not None:
             self.address += f" {of_tower}"
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
@@ -226,12 +226,11 @@ class ModelRunner:
             host_spans = self.host_spans
         if self.role.experts:   # it keeps no keys and values
             num_spans, host_spans = 1, 0
-        rows, outputs = self._rows_of_step(), self._outputs_of_step()
+        rows, outputs = self._sizes.rows, self._sizes.outputs
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             for draft, executor in zip(self._drafts, self._draft_executors):
-                draft_rows, draft_outputs = self._draft_step()
-                executor.allocate(draft_rows, *sizes, draft.cache_dtype, draft_outputs)
+                executor.allocate(self._sizes.draft_rows, *sizes, draft.cache_dtype, self._sizes.draft_outputs)
             more = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
                     "adapter_dtype": model.adapter_dtype} if model.targets else {}
             if self.tower is not None:
@@ -451,66 +450,11 @@ class ModelRunner:
         assert self._model is not None
         return self._model
 
-    def _rows_of_step(self) -> int:
-        """The most rows of a step; by default room for a prompt chunk and one token of every running request."""
-        config = self.config
-        if self._model is not None and self._model.graph.whole_texts:
-            return config.max_step_tokens or max(self._step_tokens, config.engine_max_length)
-        if config.max_step_tokens:
-            return config.max_step_tokens
-        least = self._least_rows()
-        if config.engine_max_prefill_length:
-            return max(config.engine_max_prefill_length + config.engine_max_batch, least)
-        return max(self._step_tokens, 2 * config.engine_max_batch, least)
-
-    def _least_rows(self) -> int:
-        """The least rows of a step: all of an image if they see each other, and one of every other request."""
-        if self.tower is None or not self.tower.vision.together:
-            return 0
-        return self.tower.tokens + self.config.engine_max_batch
-
-    def _check_images(self) -> None:
-        """Raises AllSparkError if steps have no room for an image whose rows see each other."""
-        least, batch = self._least_rows(), self.config.engine_max_batch
-        if self._rows_of_step() < least:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"max_step_tokens={self.config.max_step_tokens} of model {self.config.model_name!r}: a "
-                                f"step has all {least - batch} rows of an image, and a row of each other request "
-                                f"(engine_max_batch={batch}); set it to at least {least}")
-
-    def _check_rows(self, rows: int, most: int) -> None:
-        """Raises AllSparkError if a step of the device cannot have so many rows."""
-        if self._drafts:
-            rows = self._draft_step()[0]
-        if rows > most:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"a step of {rows} tokens (max_step_tokens, else engine_max_prefill_length + "
-                                f"engine_max_batch) is too long: compute_unit={self.config.compute_unit!r} takes at "
-                                f"most {most}; longer prompts are computed in several steps")
-
-    def _draft_step(self) -> tuple[int, int]:
-        """The most rows of a step of a draft model, or of a layer of a draft head, and of these the most that may have
-        outputs.
-        """
-        # One more row a sequence: its last draft, if all were accepted. One output a sequence is needed. GPUs replay
-        # steps of two rows a sequence as graphs, in which each row has one, up to so many more rows than sequences.
-        batch = self.config.engine_max_batch
-        outputs = batch + min(batch, MAX_STEP_DRAFTS) if self.config.on_gpus else batch
-        rows = self._rows_of_step()
-        if (layers := self._shard.draft_layers) > 1:
-            return max(rows + batch, native_library().draft_rows(rows, batch, layers)), outputs
-        return rows + batch, outputs
-
-    def _outputs_of_step(self) -> int:
-        """The most rows of a step that have outputs."""
-        # Grammars make drafts even without speculation.
-        return min(self._rows_of_step(), self.config.engine_max_batch + MAX_STEP_DRAFTS + MAX_STEP_PROBES)
-
     @property
     def _groups(self) -> SpanGroups:
         """The cache groups as the scheduler sees them. With windows, they need spans for the rows of two steps."""
         windows = tuple(group.window for group in self._shard.graph.cache_groups)
-        return SpanGroups(self.config.cache_span_size, windows, 2 * self._rows_of_step())
+        return SpanGroups(self.config.cache_span_size, windows, 2 * self._sizes.rows)
 
     def _pinned(self) -> list[int]:
         if not binding.pin_threads:
@@ -602,7 +546,7 @@ class ModelRunner:
         checkpoints = 2 * self._state_spans if config.enable_prefix_cache else 0
         wanted = (one_request + checkpoints) * config.engine_max_batch
         if self._shard.graph.whole_texts:  # spans are free again after a step
-            in_steps = (DEPTH + 1) * groups.needed(self._rows_of_step()) + config.engine_max_batch
+            in_steps = (DEPTH + 1) * groups.needed(self._sizes.rows) + config.engine_max_batch
             wanted = min(wanted, max(in_steps, one_request))
         spans = min(wanted, int(left * self._device.cache_share) // span_bytes)
         if spans < one_request:

@@ -86,6 +86,6 @@ def test_more_layers_than_are_used(tmp_path, caplog):
     made = draft_heads.write(tmp_path, "glm4-moe", layers=9)
     used = replace(made, heads=made.heads[:8], names=made.names[:8])
     with Driver(made.path, speculation="mtp", max_step_tokens=16, engine_max_batch=4) as driver:
-        assert driver.info.draft_layers == 8 and driver.runners[0]._draft_step()[0] == 32
+        assert driver.info.draft_layers == 8 and driver.runners[0]._sizes.draft_rows == 32
         assert "holds a draft head of 9 layers, of which the first 8 make drafts" in caplog.text
         draft_heads.check_rounds(driver, used, prompt_of(29, seed=1), [10, 7, -3, 0, 8, 11, *[0] * 18, 9])

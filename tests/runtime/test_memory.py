@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import subprocess
@@ -45,7 +46,7 @@ def test_cache_holds_every_request_at_full_length():
 def test_cache_is_a_share_of_what_is_free(monkeypatch, caplog):
     probe = make()
     probe.load()
-    step, cpus = (probe._rows_of_step(), probe._outputs_of_step()), probe._device
+    step, cpus = (probe._sizes.rows, probe._sizes.outputs), probe._device
     fixed, span = probe._model.weight_bytes(cpus) + cpus.activation_bytes(probe._model, *step), probe._span_bytes
     probe.close()
     with_available(monkeypatch, fixed + 200 * span)
@@ -98,10 +99,15 @@ except Exception as error:
 
 
 def test_step_rows():
-    assert make()._rows_of_step() == 256
-    assert make(engine_max_batch=400)._rows_of_step() == 800
-    assert make(engine_max_prefill_length=64, engine_max_batch=8)._rows_of_step() == 72
-    assert make(max_step_tokens=7)._rows_of_step() == 7
+    def rows(**fields) -> int:
+        with contextlib.closing(make(**fields)) as one:
+            one.open()
+            return one._sizes.rows
+
+    assert rows() == 256
+    assert rows(engine_max_batch=400) == 800
+    assert rows(engine_max_prefill_length=64, engine_max_batch=8) == 72
+    assert rows(max_step_tokens=40) == 40
 
 
 # -- what is available -------------------------------------------------------------------------------------------------
