@@ -14,6 +14,7 @@ import pytest
 
 from allspark_client import AllSparkError, AsModelConfig
 from allspark_server.runtime.native import DeviceLost
+from allspark_server.runtime.roles import Role
 from support.waiting import wait_for
 
 
@@ -45,6 +46,7 @@ class FakeRunner:
     """Replaces ModelRunner; it fails where its model's name says so, as in "load1" (rank 1, in load)."""
 
     tower = None
+    role = Role(0, 1)
 
     def __init__(self, config, *, rank, world, shared_memory, cpus):
         self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
