@@ -3,10 +3,10 @@
     bench_cuda_qwen36.py FOLDER [--layers 20] [--batch 1,8,32] [--prompts 8x1024,1x32768] [--compute-unit CUDA:0]
                          [--step-tokens 8192] [--profile]
 
-Decode: milliseconds of a step, and which part of the bandwidth the bytes are that it must read: weights of the experts
-that its rows choose (each row independently), all other weights, states, keys and values. Prompts: tokens/s until all
-of them have their first token. The vocabulary shrinks with the layers, so the whole model's 40 layers take 40/layers of
-the times.
+Decode: milliseconds of a step, and the part of the roofline of `allspark bench static`: weights of the experts that its
+rows choose (each row independently), all other weights, states, keys and values. Prompts: tokens/s until all of them
+have their first token. The vocabulary shrinks with the layers, so the whole model's 40 layers take 40/layers of the
+times.
 """
 
 from __future__ import annotations
@@ -20,25 +20,12 @@ import numpy as np
 import qwen36
 
 from allspark_client.config import AsModelConfig
+from allspark_launch.bench.roofline import Machine, Workload
 from allspark_server import Engine, _cuda
 
 TOKENS, SKIPPED, LAYERS = 300, 4, 40
 PROMPT = 128    # tokens before those that are decoded
 MODEL = "m"
-
-
-def step_bytes(shape: qwen36.Shape, rows: int) -> float:
-    """Bytes that a decode step must read, of which states are read to the middle of a chunk of 64 rows on average."""
-    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    expert = 3 * h * shape.inner
-    experts = shape.experts * (1 - (1 - shape.top / shape.experts) ** rows)
-    delta = (2 * shape.keys + 2 * shape.values + 2 * shape.value_heads + shape.values) * h
-    attention = (2 * q + 2 * kv + q) * h
-    full = shape.layers // shape.interval
-    weights = 2.0 * (shape.layers * ((experts + 1) * expert + 2 * shape.experts * h) + full * attention
-                     + (shape.layers - full) * delta + shape.tokens * h)     # the router is in float32
-    state = 4.0 * (shape.values * shape.state_dim + 32 * (shape.keys + shape.values + 2 * shape.value_heads))
-    return weights + rows * ((shape.layers - full) * state + full * (PROMPT + TOKENS / 2) * 2 * kv * 2)
 
 
 def asked(engine: Engine, count: int, length: int, tokens: int, rng: np.random.Generator, vocab: int) -> list[float]:
@@ -87,14 +74,17 @@ def main() -> None:
             enable_prefix_cache=False, max_step_tokens=options.step_tokens))
         engine.start_model(MODEL)
         print(f"loaded in {time.perf_counter() - began:.1f} s", flush=True)
+        workload, weight_bytes = Workload.of(options.folder), engine.get_model_info(MODEL).weight_bytes
         for rows in batches:
             steps = []
             for _ in range(3):
                 came = asked(engine, rows, PROMPT, TOKENS, rng, shape.tokens)
                 steps.append((came[TOKENS - 1] - came[SKIPPED]) / (TOKENS - 1 - SKIPPED))
             step = statistics.median(steps)
-            print(f"decode x {rows}: {1e3 * step:.3f} ms, {step_bytes(shape, rows) / bandwidth / step:.2f} of the "
-                  f"bandwidth; all layers {1e3 * step * LAYERS / options.layers:.2f} ms, "
+            bound = workload.decode(Machine(bandwidth, rate), rows, PROMPT + TOKENS / 2, weight_bytes,
+                                    2.0 * workload.cache_values)
+            print(f"decode x {rows}: {1e3 * step:.3f} ms, {rows / step / bound.tokens_per_second:.2f} of the roofline "
+                  f"({bound.by}); all layers {1e3 * step * LAYERS / options.layers:.2f} ms, "
                   f"{rows / step * options.layers / LAYERS:,.0f} tokens/s", flush=True)
         for count, length in prompts:
             seconds = min(asked(engine, count, length, 1, rng, shape.tokens)[-1] for _ in range(3))
