@@ -1,8 +1,9 @@
-// Prefill attention (native/cuda/kernels/attention/attention_prefill_wgmma.cu) at the shape of Qwen2.5-7B or 0.5B:
-// its bits against the mma.sync kernel's, and the time of both. `./attend_prefill [small] [1x8192 ...]`: sequences x
-// rows, without earlier context; `small` selects 0.5B for the arguments after it. nvcc -O3 -std=c++17 -I../../../native
-// -gencode arch=compute_90a,code=sm_90a attend_prefill.cu
-//   ../../../native/cuda/kernels/attention/attention_prefill_mma.cu -o attend
+// Prefill attention (native/cuda/kernels/attention/attention_prefill_wgmma.cu and attention_prefill_wide.cu) at the
+// shape of Qwen2.5-7B, Qwen2.5-0.5B or Qwen3.6-35B-A3B: its bits against the mma.sync kernel's, and the time of both.
+// `./attend_prefill [small] [1x8192 ...] [wide] [1x8192 ...]`: sequences x rows, without earlier context; `small`
+// selects 0.5B and `wide` 35B-A3B for the arguments after it. nvcc -O3 -std=c++17 -I../../native -gencode
+// arch=compute_90a,code=sm_90a attend_prefill.cu
+//   ../../native/cuda/kernels/attention/attention_prefill_{mma,wide}.cu -o attend
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -40,6 +41,10 @@ int main(int argc, char** argv) {
   for (int c = 1; c < argc; c++) {
     if (!strcmp(argv[c], "small")) {
       heads = 14, kv_heads = 2, dim = 64, width = (heads + 2 * kv_heads) * dim;
+      continue;
+    }
+    if (!strcmp(argv[c], "wide")) {
+      heads = 16, kv_heads = 2, dim = 256, width = (heads + 2 * kv_heads) * dim;
       continue;
     }
     int sequences = 1, length = 1;

@@ -448,7 +448,7 @@ void attend_prefill(const Attention& a, AttentionAlgo algo, const AttentionTile*
 }
 
 bool attend_prefill_ropes(const Attention& a, AttentionAlgo algo, const Rope& rope) {
-  return algo == AttentionAlgo::wgmma && ropes_chunks(a, rope);
+  return algo == AttentionAlgo::wgmma && a.cache.head_dim <= 128 && ropes_chunks(a, rope);
 }
 
 void store_and_attend(const Attention& a, const Rope* rope, const AttentionTile* tiles, int count, int sharers,

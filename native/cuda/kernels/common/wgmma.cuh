@@ -156,7 +156,8 @@ __device__ inline void settle(int (&d)[kValues]) {
 // d [64, N] (+)= a [64, K] b [N, K]^T by a warpgroup; if `keeps` is 0, d is overwritten. Number i of a thread belongs
 // to row 16 * warp + lane / 4 + 8 * (i % 4 / 2) and column 8 * (i / 4) + 2 * (lane % 4) + i % 2. K is 16, of bytes 32.
 //   - Both operands in shared memory: 16-bit floats; e4m3; integers, which are signed 8-bit activations and unsigned
-//     quantized values, the latter as the second operand or (QuantTile) as the first.
+//     quantized values, the latter as the second operand or (QuantTile) as the first; 16-bit floats with b [K, N] by
+//     descriptor_of_columns() (ColumnsTile).
 //   - a in registers, each warp's 16 of 64 rows in the order of mma.sync's first operand: 16-bit floats; signed
 //     integers; 16-bit floats with b [K, N] by descriptor_of_columns().
 template <int N>
@@ -173,6 +174,8 @@ template <int N>
 struct ByteTile;
 template <int N>
 struct WeighedTile;
+template <int N>
+struct ColumnsTile;
 
 // Names and operands of the sums' registers for the instruction's text. c: constraint of a sum.
 #define AS_NAMES_4 "%0, %1, %2, %3"
@@ -235,6 +238,7 @@ struct WeighedTile;
 #define AS_FLOATS "k16.f32." AS_DTYPE16_TEXT "." AS_DTYPE16_TEXT
 #define AS_TILES(n, count, i0, i1, i2, i3, i4, i5)                                                      \
   AS_TILE(Tile, float, "+f", AS_FLOATS, ", 1, 1, 0, 0", n, count, i0, i1, i2)                           \
+  AS_TILE(ColumnsTile, float, "+f", AS_FLOATS, ", 1, 1, 0, 1", n, count, i0, i1, i2)                    \
   AS_TILE(Float8Tile, float, "+f", "k32.f32.e4m3.e4m3", ", 1, 1", n, count, i0, i1, i2)                 \
   AS_TILE(IntegerTile, int, "+r", "k32.s32.s8.u8", "", n, count, i0, i1, i2)                            \
   AS_TILE(QuantTile, int, "+r", "k32.s32.u8.s8", "", n, count, i0, i1, i2)                              \
