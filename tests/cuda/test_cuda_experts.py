@@ -202,6 +202,24 @@ def test_one_row_of_whole_layers_has_the_bits_of_many(experts, top, width, inner
         np.testing.assert_array_equal(compiled(own, form).step(step_of([prompt]), True).logits[0], expected)
 
 
+@pytest.mark.parametrize("experts, top", [(15, 2), (16, 3), (33, 32), (256, 8), (257, 9), (512, 4), (520, 4)])
+@pytest.mark.parametrize("router", [{"normalized": True}, {}, {"scores": "sigmoid", "normalized": True}])
+def test_a_row_has_its_bits_among_hundreds(experts, top, router):
+    """Logits of many rows are computed in tiles; a warp has up to 512 logits in registers."""
+    own, rng = toy(), np.random.default_rng(SEED)
+    x = embedded(own, 132)
+    normed = own.op("rms_norm", (x,), 132, (own.vector(132),), eps=1e-6)
+    rows, scores = routed(own, normed, experts, top, **router)
+    own.op("add", (x, mlp(own, normed, rows, scores, experts, 16, "bfloat16")))
+    own.finish(own.op("rms_norm", (x,), 132, (own.vector(132),), eps=1e-6))
+    last = [int(rng.integers(VOCAB)) for _ in range(3)]
+    expected = [compiled(own, long=True).step(step_of([[token]]), True).logits for token in last]
+    for count in (2, 40, 256, 301):
+        for token, bits in zip(last, expected):
+            text = [*rng.integers(0, VOCAB, count - 1).tolist(), token]
+            np.testing.assert_array_equal(compiled(own, long=True).step(step_of([text]), True).logits, bits)
+
+
 def test_all_rows_to_one_expert_and_experts_without_rows():
     compare(toys.all_to_one(toy()))
 

@@ -120,6 +120,9 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
 void combine_experts(const Combination& c, int rows, const Queue& queue) {
   AS_CALL(c.dtype(), combine_experts, c, rows, queue);
 }
+void add_shared_expert(const SharedSum& sum, int rows, const Queue& queue) {
+  AS_CALL(sum.dtype(), add_shared_expert, sum, rows, queue);
+}
 bool norms_with_logits(const GemmArgs& logits) { return bf16::norms_with_logits(logits); }
 void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const GemmArgs& logits, const Queue& queue) {
   AS_CALL(normed.dtype, norm_and_logits, x, norm, normed, logits, queue);

@@ -48,6 +48,7 @@ namespace as::cuda {
   AS_OP(sum_ranks);              \
   AS_OP(gemm_experts);           \
   AS_OP(combine_experts);        \
+  AS_OP(add_shared_expert);      \
   AS_OP(norms_with_logits);      \
   AS_OP(norm_and_logits);        \
   AS_OP(gate_row);               \

@@ -11,6 +11,14 @@ namespace {
 
 constexpr int kMaxGroups = 32;  // per router
 
+// The norm behind an add into a tensor, ops[add], if the kernel that adds can compute it. Its op is then `last`.
+void take_norm(const Binding& b, size_t add, size_t& last, Norm& norm, Rows& normed) {
+  const OpNode& next = b.ops[add + 1];
+  const int into = b.ops[add].inputs[0];
+  if (!next.is(Op::rms_norm) || next.inputs[0] != into || next.outputs[0] == into || norms_to_bytes(b, add + 1)) return;
+  last = add + 1, norm = norm_of(next, b.vector(next, 0)), normed = b.out(next).rows;
+}
+
 // The sum over a row's experts, with the add and the norm that follow, if any. last: the last op computed here.
 Combination combination_at(const Binding& b, size_t i, size_t& last) {
   const OpNode& op = b.ops[i];
@@ -23,11 +31,7 @@ Combination combination_at(const Binding& b, size_t i, size_t& last) {
   c.entries = x.values(), c.routing = b.workspace.expert_rows.at(x.row_set).routing, c.adds = sum.has_value();
   c.y = sum ? b.in(b.ops[*sum]).rows : partial_of(b, i).value_or(b.out(op).rows);
   last = sum.value_or(i);
-  if (!sum) return c;
-  const OpNode& next = b.ops[last + 1];
-  const int into = b.ops[last].inputs[0];
-  if (next.is(Op::rms_norm) && next.inputs[0] == into && next.outputs[0] != into && !norms_to_bytes(b, last + 1))
-    last++, c.norm = norm_of(next, b.vector(next, 0)), c.normed = b.out(next).rows;
+  if (sum) take_norm(b, *sum, last, c.norm, c.normed);
   return c;
 }
 
@@ -85,6 +89,27 @@ int bind_combine_experts(Binding& b, size_t i) {
 }
 
 }  // namespace
+
+int bind_shared_sum(Binding& b, size_t i) {
+  const OpNode &op = b.ops[i], &gates = b.ops[i + 1];
+  if (!gates.is(Op::sigmoid_mul) || gates.inputs[1] != op.outputs[0] || b.matrix(op).n != 1 ||
+      !has_small_n(b.matrix(op)))
+    return 0;
+  const OpNode& add = b.ops[i + 2];
+  const int shared = gates.inputs[0], width = b.in(gates).rows.width;
+  if (!add.is(Op::add) || add.inputs[1] != shared || add.inputs[0] == shared || width > kMaxNormed ||
+      read_from(b.ops, i + 2, op.outputs[0]) || read_from(b.ops, i + 3, shared))
+    return 0;
+  SharedSum c;
+  c.gate = logits_of(b, i), c.shared = b.in(gates).values(), c.routed = b.in(add).values(), c.y = b.in(add).rows;
+  size_t last = i + 2;
+  if (const std::optional<size_t> sum = add_after(b, last, add.inputs[0])) {
+    c.adds = true, c.y = b.in(b.ops[*sum]).rows, last = *sum;
+    take_norm(b, *sum, last, c.norm, c.normed);
+  }
+  b.add_launch(b.in(op).row_set, [c, queue = b.queue](int rows) { add_shared_expert(c, rows, queue); });
+  return (int)(last - i);
+}
 
 int bind_router(Binding& b, size_t i, bool logits) {
   const OpNode& op = b.ops[i];

@@ -5,12 +5,6 @@
 #include "cuda/ops/all_reduce.h"
 
 namespace as::cuda {
-namespace {
-
-constexpr int kMaxNormed = 8192;  // columns: up to this width all kernels norm with the same bits
-
-}  // namespace
-
 std::vector<OpNode> ops_of(const Program& program, bool adapted) {
   std::vector<OpNode> ops = program.ops();
   if (!adapted)

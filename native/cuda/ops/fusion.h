@@ -5,6 +5,8 @@
 
 namespace as::cuda {
 
+constexpr int kMaxNormed = 8192;  // columns: up to this width all kernels norm with the same bits
+
 // The ops of a form: all ops with adapters, all except those of adapters without.
 std::vector<OpNode> ops_of(const Program& program, bool adapted);
 

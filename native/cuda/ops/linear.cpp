@@ -34,6 +34,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   const Tensor x = b.in(op);
   if (b.ops[i + 1].is(Op::router) && b.ops[i + 1].inputs[0] == op.outputs[0] && has_small_n(b.matrix(op)))
     return bind_router(b, i + 1, true), 1;
+  if (const int others = norms ? 0 : bind_shared_sum(b, i)) return others;
   const std::optional<size_t> sum = add_after(b, i, op.outputs[0]);
   const bool gated = is_gated(b.ops, b.weights, i);
   if (gated && b.paired.insert(op.weights[0]).second) b.weights.pair(op.weights[0]);

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   // rows and weights form one group of copies.
   let_next_begin();
   Walk early = ahead;
-#pragma unroll
+#pragma unroll 1  // here and below: code is fetched anew at each launch, which takes longer than a loop
   for (int i = 0; i < kStages - 1; i++, early.next(k, warp, warps)) fetch_weights(early, i);
   await_previous();
   // Of floats, what the epilogue adds to this thread's first sum.
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps)
   const bool is_own = S::kFloats16 && threadIdx.x < kSums && own.row < rows && own.column < p.w.n && !p.gated;
   const float bias = is_own && p.bias ? p.bias[own.column] : 0;
   const float before = is_own && p.adds ? p.y.values[(size_t)own.row * p.y.width + own.column] : 0;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
     fetch_rows(ahead, i);
     commit_copies();

@@ -77,8 +77,7 @@ __global__ void __launch_bounds__(kThreads)
   float* own = scores + warp * 2 * router.experts;
   if (row < rows)
     route_row(logits + (size_t)row * router.experts, router, routing.top, !where || where[row] >= 0, own,
-              reinterpret_cast<uint32_t*>(own + router.experts), routing.entry_of + (size_t)row * routing.top,
-              routing.shares + (size_t)row * routing.top);
+              routing.entry_of + (size_t)row * routing.top, routing.shares + (size_t)row * routing.top);
 }
 
 // entry_of holds the experts of the entries, and receives the entries.
@@ -121,8 +120,7 @@ __global__ void __launch_bounds__(kFewThreads)
   float* own = shared + warp * 2 * router.experts;
   for (int row = warp; row < rows; row += warps)
     route_row(logits.y.values + (size_t)row * router.experts, router, routing.top, there[row], own,
-              reinterpret_cast<uint32_t*>(own + router.experts), chosen + row * routing.top,
-              routing.shares + (size_t)row * routing.top);
+              chosen + row * routing.top, routing.shares + (size_t)row * routing.top);
   __syncthreads();
   group(routing, chosen, rows * routing.top, tile_rows, reinterpret_cast<int*>(shared));
 }

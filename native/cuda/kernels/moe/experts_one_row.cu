@@ -54,12 +54,13 @@ struct Chosen {
   float shares[kMaxTop];
 };
 
-// Chooses the row's experts, by a CTA. scratch: as for route_row_together().
+// Chooses the row's experts, for a CTA, by its first warp: it is faster alone, with all logits in registers, than all
+// warps together. scratch: as for route_row().
 __device__ void choose(const ChosenRow& row, const Routing& r, float* scratch, Chosen& chosen) {
   __shared__ int all[kMaxTop];
   __shared__ float shares[kMaxTop];
-  route_row_together(row.logits, row.router, r.top, !row.where || __ldcg(row.where) >= 0, scratch, all, shares);
   if (threadIdx.x < 32) {
+    route_row(row.logits, row.router, r.top, !row.where || __ldcg(row.where) >= 0, scratch, all, shares);
     __syncwarp();
     const int lane = threadIdx.x, expert = lane < r.top ? all[lane] - r.begin : -1;
     const bool own = expert >= 0 && expert < r.end - r.begin;
@@ -80,8 +81,7 @@ struct Item {
 template <typename S>
 constexpr int kStageBytes = S::kBytes + kRowBytes;
 
-// A warp's items; their weights and rows are prefetched several stages ahead. The next kernel may start when the CTA's
-// first warp has started its last copies: an earlier start would delay these.
+// A warp's items; their weights and rows are prefetched several stages ahead.
 template <typename S, int kStages, typename ItemAt>
 class Stream {
  public:
@@ -102,7 +102,7 @@ class Stream {
     for (; there_ < min(kStages - 1, blocks_); there_++) fetch_weights(there_, there_);
   }
   __device__ void begin() {
-#pragma unroll
+#pragma unroll 1  // the code is fetched anew at each launch, which takes longer than the loop
     for (int i = 0; i < kStages - 1; i++) fetch(i);
   }
   // Computes the next item; in every fourth lane d[0] and d[2] are the sums of columns lane / 4 and lane / 4 + 8.
@@ -163,7 +163,6 @@ class Stream {
       if (++block_ == blocks_) {
         block_ = 0;
         if (++item_ < items_) begin_item();
-        else if (threadIdx.x < 32) let_next_begin();
       }
     }
     commit_copies();
@@ -183,16 +182,17 @@ class Stream {
   int stage_ = 0;  // the next stage to consume
 };
 
-template <typename S, int kStages>
-__global__ void __launch_bounds__(32 * kWarps)
+template <typename S, int kStages, int kGateWarps>
+__global__ void __launch_bounds__(32 * kGateWarps)
     gate_row_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row, int tiles,
                     size_t expert_bytes) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
   const GemmArgs& p = e.gemm;
-  await_previous();  // before the next kernel starts, so that it finds the logits, too
+  await_previous();
+  let_next_begin();  // it finds the logits, too, and chooses its experts while these weights stream
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kWarps,
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kGateWarps,
             items = max(chosen.count * tiles - first + step - 1, 0) / step;
   const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
   stream.begin_weights();
   await_previous();
+  let_next_begin();
   stream.begin();
   for (int begin = blockIdx.x * at_once; begin < tiles; begin += step) {
     // The column that a thread adds, and the value of y that the sum is added to.
@@ -258,14 +259,22 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
+template <typename S, int kStages, int kGateWarps>
+void start_gates_of(const ExpertGemmArgs& e, const ChosenRow& row, int tiles, const Queue& queue) {
+  const auto kernel = gate_row_kernel<S, kStages, kGateWarps>;
+  constexpr size_t shared = kGateWarps * kStages * kStageBytes<S>;
+  static_assert(shared >= 2 * sizeof(float) * kMaxExperts);
+  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kGateWarps), sm_count());
+  start(queue, kernel, grid, 32 * kGateWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
+}
+
+// Few columns have half of the warps, with twice the stages, so that all SMs have some.
 template <typename S, int kStages>
 void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
-  const auto kernel = gate_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.gemm.w.n, kTileRows);
-  constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
-  static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
-  const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), sm_count());
-  start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
+  if (tiles * e.routing.top <= kWarps / 2 * sm_count())
+    start_gates_of<S, 2 * kStages, kWarps / 2>(e, row, tiles, queue);
+  else start_gates_of<S, kStages, kWarps>(e, row, tiles, queue);
 }
 
 template <typename S, int kStages>
@@ -274,7 +283,7 @@ void start_sums(const ExpertGemmArgs& e, const ChosenRow& row, const Combination
   const int tiles = ceil_div(e.gemm.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
   const int at_once = std::min(kWarps / each, ceil_div(tiles, sm_count()));
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
-  static_assert(shared >= 2 * sizeof(float) * (kMaxExperts + 3));
+  static_assert(shared >= 2 * sizeof(float) * kMaxExperts);
   start(queue, kernel, std::min(ceil_div(tiles, at_once), sm_count()), 32 * kWarps, shared, e, row, c, tiles, each,
         at_once, bytes_of_expert(e.gemm.w));
 }

@@ -80,6 +80,20 @@ struct Combination {
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 
+// y [rows, width] = routed + shared sigmoid(gate's product, as gemm_small_n() computes it); adds: y += that. If the
+// norm has a weight, `normed` receives the normalized rows of y.
+struct SharedSum {
+  GemmArgs gate;  // of one column, which is not written
+  const float *shared = nullptr, *routed = nullptr;
+  bool adds = false;
+  Rows y;
+  Norm norm;
+  Rows normed;
+
+  DType16 dtype() const { return y.tiles ? y.dtype : normed.dtype; }
+};
+void add_shared_expert(const SharedSum& sum, int rows, const Queue& queue);
+
 // ---- a step of one row, with the same bits
 // rms_norm() of the row and its logits by gemm_small_n(), in one kernel.
 bool norms_with_logits(const GemmArgs& logits);

@@ -1,4 +1,4 @@
-// Choice of a row's experts from its logits, by a warp or a CTA.
+// Choice of a row's experts from its logits, by a warp.
 #pragma once
 #include <climits>
 
@@ -117,14 +117,10 @@ __device__ inline void weigh_chosen(int mine, const Router& router, int top, con
   __syncwarp();
 }
 
-// A warp chooses a row's experts. there: false if the row gets none. scores, keys: [experts] in shared memory.
-__device__ inline void route_row(const float* logits, const Router& router, int top, bool there, float* scores,
-                                 uint32_t* keys, int* chosen, float* shares) {
+// A warp chooses a row's experts. scores, keys: [experts] in shared memory.
+__device__ inline void route_row_in_memory(const float* logits, const Router& router, int top, float* scores,
+                                           uint32_t* keys, int* chosen, float* shares) {
   const int lane = threadIdx.x % 32, experts = router.experts;
-  if (!there) {
-    if (lane < top) chosen[lane] = -1, shares[lane] = 0;
-    return;
-  }
   score_row(logits, router, scores, keys);
   int mine = INT_MAX;  // in lane i: the expert chosen as number i
   for (int i = 0; i < top; i++) {
@@ -140,41 +136,82 @@ __device__ inline void route_row(const float* logits, const Router& router, int 
   weigh_chosen(mine, router, top, scores, reinterpret_cast<float*>(keys), chosen, shares);
 }
 
-// The same by a CTA, faster: each pair of threads counts the experts that come before one expert. scratch: two numbers
-// for each expert, and three more. The first warp writes the result.
-__device__ inline void route_row_together(const float* logits, const Router& router, int top, bool there,
-                                          float* scratch, int* chosen, float* shares) {
-  __shared__ int best[kMaxTop];
-  const int experts = router.experts, padded = (experts + 3) / 4 * 4, half = threadIdx.x % 2;
-  uint32_t* keys = reinterpret_cast<uint32_t*>(scratch);
-  float* scores = scratch + padded;
-  if (there && threadIdx.x < 32) {
-    if (experts + (int)threadIdx.x < padded) keys[experts + threadIdx.x] = 0;
-    score_row(logits, router, scores, keys);
-  }
-  __syncthreads();
-  for (int first = 0; there && first < experts; first += blockDim.x / 2) {
-    const int own = first + threadIdx.x / 2;
-    const uint32_t key = own < experts ? keys[own] : 0;
-    int before = 0;
-    for (int e = half * 4; e < padded; e += 8) {
-      const uint4 four = *reinterpret_cast<const uint4*>(keys + e);
-      before += four.x > key || (four.x == key && e < own);
-      before += four.y > key || (four.y == key && e + 1 < own);
-      before += four.z > key || (four.z == key && e + 2 < own);
-      before += four.w > key || (four.w == key && e + 3 < own);
+// The same for routers without groups, faster: a lane has the logits of experts lane + 32 i in registers. kPlain: the
+// weights are a softmax over the chosen logits, so the others need no exponential. (Code is fetched anew at each
+// launch, which takes as long as it is.)
+template <int kEach, bool kPlain>
+__device__ void route_row_in_registers(const float* logits, const Router& router, int top, float* scores,
+                                       float* of_chosen, int* chosen, float* shares) {
+  const int lane = threadIdx.x % 32, experts = router.experts;
+  float score[kEach], most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kEach; i++)  // other CTAs of this kernel may have written them
+    score[i] = lane + 32 * i < experts ? __ldcg(logits + lane + 32 * i) : -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) most = fmaxf(most, score[i]);
+  most = warp_max(most);
+  uint32_t key[kEach];
+  if constexpr (kPlain) {
+#pragma unroll
+    for (int i = 0; i < kEach; i++) key[i] = lane + 32 * i < experts ? ordered(fmaxf(score[i], -INFINITY)) : 0;
+  } else {
+    const bool plain = !router.sigmoid && !router.correction;
+    float logit[kEach], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      logit[i] = score[i];
+      score[i] = router.sigmoid ? 1.0f / (1.0f + expf(-logit[i])) : expf(logit[i] - most);
+      if (lane + 32 * i < experts) sum += score[i];
     }
-    before += __shfl_xor_sync(0xffffffffu, before, 1);
-    if (half == 0 && own < experts && before < top) best[before] = own;
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int e = lane + 32 * i;
+      if (!router.sigmoid) score[i] /= sum;
+      const float c = plain ? logit[i] : score[i] + (router.correction && e < experts ? router.correction[e] : 0.0f);
+      key[i] = e < experts ? ordered(c == c ? c : -INFINITY) : 0;
+    }
   }
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  if (there) {
-    const int lane = threadIdx.x;
-    weigh_chosen(lane < top ? best[lane] : INT_MAX, router, top, scores, reinterpret_cast<float*>(keys), chosen,
-                 shares);
-  } else if (threadIdx.x < top) {
-    chosen[threadIdx.x] = -1, shares[threadIdx.x] = 0;
+  int mine = INT_MAX;  // in lane i: the expert chosen as number i, with its score
+  float its = 0;
+#pragma unroll 1
+  for (int n = 0; n < top; n++) {
+    uint32_t greatest = 0;
+    int own = INT_MAX;
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (key[i] > greatest) greatest = key[i], own = lane + 32 * i;
+    const uint32_t best_key = __reduce_max_sync(0xffffffffu, greatest);
+    const int best = __reduce_min_sync(0xffffffffu, greatest == best_key ? own : INT_MAX);
+    float found = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (lane + 32 * i == best) key[i] = 0, found = score[i];  // taken
+    found = __shfl_sync(0xffffffffu, found, best % 32);
+    if (lane == n) mine = best, its = found;
+  }
+  if (lane < top) scores[mine] = kPlain ? expf(its - most) : its;
+  __syncwarp();
+  weigh_chosen(mine, router, top, scores, of_chosen, chosen, shares);
+}
+
+// A warp chooses a row's experts. there: false if the row gets none. scratch: two numbers for each expert, in shared
+// memory.
+__device__ inline void route_row(const float* logits, const Router& router, int top, bool there, float* scratch,
+                                 int* chosen, float* shares) {
+  const int lane = threadIdx.x % 32, experts = router.experts;
+  float* const keys = scratch + experts;
+  if (!there) {
+    if (lane < top) chosen[lane] = -1, shares[lane] = 0;
+  } else if (router.top_groups < router.groups || experts > 512) {
+    route_row_in_memory(logits, router, top, scratch, reinterpret_cast<uint32_t*>(keys), chosen, shares);
+  } else if (!router.sigmoid && !router.correction && router.normalized) {
+    if (experts <= 256) route_row_in_registers<8, true>(logits, router, top, scratch, keys, chosen, shares);
+    else route_row_in_registers<16, true>(logits, router, top, scratch, keys, chosen, shares);
+  } else if (experts <= 256) {
+    route_row_in_registers<8, false>(logits, router, top, scratch, keys, chosen, shares);
+  } else {
+    route_row_in_registers<16, false>(logits, router, top, scratch, keys, chosen, shares);
   }
 }
 
