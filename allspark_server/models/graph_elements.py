@@ -7,6 +7,7 @@ replicated on every rank or divided by a `Split`. Rows of weights are parts of t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from allspark_server.models.ops import Attribute
@@ -90,11 +91,12 @@ class Part:
 
     def range_of(self, rank: int, world: int) -> tuple[int, int]:
         """The half-open range of the rank's rows within the part."""
-        if self.unit is not None and self.units is not None:
-            begin, end = self.units.units_of(rank, world)
-            if not begin <= self.unit < end:
-                return 0, 0
-        return _range(self.rows, self.split, rank, world)
+        held = self.units_of(rank, world)
+        return _range(self.rows, self.split, rank, world) if held is None or self.unit in held else (0, 0)
+
+    def units_of(self, rank: int, world: int) -> range | None:
+        """The units whose parts the rank holds; None if every rank has this part."""
+        return None if self.unit is None or self.units is None else range(*self.units.units_of(rank, world))
 
     @property
     def stored_rows(self) -> int:
@@ -147,7 +149,17 @@ class Weight:
         if self.values:
             begin, end = _range(len(self.values), self.values_split, rank, world)
             return end - begin
-        return sum(end - begin for begin, end in (part.range_of(rank, world) for part in self.parts))
+        return sum(end - begin for begin, end in self.ranges_of(rank, world))
+
+    def ranges_of(self, rank: int, world: int) -> Iterator[tuple[int, int]]:
+        """The half-open range of the rank's rows within each part."""
+        known: dict[tuple[int, int, int], tuple[range | None, tuple[int, int]]] = {}  # hundreds of experts are alike
+        for part in self.parts:
+            key = part.rows, id(part.split), id(part.units)
+            if key not in known:
+                known[key] = part.units_of(rank, world), _range(part.rows, part.split, rank, world)
+            held, rows = known[key]
+            yield rows if held is None or part.unit is None or part.unit in held else (0, 0)
 
     def experts_of(self, rank: int, world: int) -> tuple[int, int]:
         """The half-open range of a stack's experts that the rank holds."""

@@ -22,7 +22,7 @@ from allspark_server.models.vision import build_tower
 from allspark_server.tokenizer.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import TOWER, read_graphs
 from allspark_server.weights.common_form import common_form
-from allspark_server.weights.files import read_json
+from allspark_server.weights.files import read_json, without_collections
 from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.sources import ParamSource, Source, open_weights
 from allspark_server.weights.views import VIEWS, DenseModules, UnitHead, VisionPart
@@ -55,6 +55,7 @@ class OpenedModel:
         return name if vision is not None and name in self.source.names() else None
 
 
+@without_collections()
 def open_model(model_path: str, weights_path: str = "", rope_scaling: dict[str, Any] | None = None) -> OpenedModel:
     """Opens a Hugging Face directory, a GGUF file, or an .asgraph file with its .asparam (by default the file beside
     it).

@@ -18,7 +18,7 @@ _NESTED = ScaleLayout("float16", "offsets", super_group=0, scale_bits=8)
 
 def common_form(forms: Sequence[WeightFormat]) -> WeightFormat | None:
     """A format that represents matrices of all these formats exactly; None if there is none."""
-    if len(set(forms)) == 1:
+    if all(f is forms[0] for f in forms) or len(set(forms)) == 1:
         return forms[0]
     if any(f.dtype not in ("int8", "int4") or f.layout.permuted or not f.group_size for f in forms):
         return None
@@ -33,7 +33,7 @@ def common_form(forms: Sequence[WeightFormat]) -> WeightFormat | None:
 
 def converted(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, columns: int) -> QuantizedTensor:
     """The same matrix, stored in the format `own`, in the format `form` that common_form() returned."""
-    if replace(own, dtype=form.dtype) == form and own.bits == form.bits:
+    if own is form or (replace(own, dtype=form.dtype) == form and own.bits == form.bits):
         return tensor
     layout = own.layout
     center = layout.center if layout.center is not None else 1 << (own.bits - 1)

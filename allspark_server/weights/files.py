@@ -5,6 +5,7 @@ size limit. Errors are AllSparkError and name the file, the problem and what is 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import stat
@@ -28,6 +29,21 @@ _KINDS = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, 
 
 def _error(problem: str, status: AsStatus = AsStatus.ALLSPARK_IO_ERROR) -> AllSparkError:
     return AllSparkError(status, problem)
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Pauses the garbage collector, also as a decorator: opening and loading a model with thousands of experts makes
+    many objects that stay, and collections would look through them again and again.
+    """
+    if not gc.isenabled():  # another thread loads, or the caller wants it so
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

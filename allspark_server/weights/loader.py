@@ -19,15 +19,18 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Graph
 from allspark_server.models.graph_elements import Part, Weight
 from allspark_server.weights.asgraph import to_float32
+from allspark_server.weights.files import without_collections
 from allspark_server.weights.formats import WeightFormat, not_numbers
 from allspark_server.weights.gpu_forms import mxfp4_rows, recoded, recovered
-from allspark_server.weights.quantized import ColumnSlice, QuantizedRows, QuantizedTensor, slice_columns
+from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor, aligned
 from allspark_server.weights.sources import Source
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+# Values, their scales, and how rows share these (see ScaleBlocks.rows).
+CodedRows = tuple[np.ndarray, np.ndarray, tuple[int, int]]
 
 
 def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
@@ -82,6 +85,7 @@ def column_slice(source: Source, weight: Weight, form: WeightFormat, rank: int, 
     return slice_columns(form, order, *weight.column_range_of(rank, world), weight.columns)
 
 
+@without_collections()
 def unquantized_type(graph: Graph, source: Source, half: str = "float32") -> str:
     """The weight_dtype that "auto" means for a checkpoint, quantized or not. Checks that every tensor is present and
     has the right type and shape.
@@ -132,6 +136,7 @@ class Loader:
         self._digest = hashlib.blake2b(digest_size=16)
         self.done, self.total = 0, sum(w.elements_of(rank, world) for w in self._missing())
 
+    @without_collections()
     def load(self) -> dict[str, int]:
         """Fills every weight; returns the executor's id for each weight's name."""
         return {**self.loaded, **{weight.name: self._matrix(weight) if weight.is_matrix else self._vector(weight)
@@ -153,12 +158,13 @@ class Loader:
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), columns.inputs, experts=end - begin,
                                             **columns.native(), **order)
         together: list[tuple[StoredTensor, int, int]] = []  # filled in one call: an expert's rows are small
-        coded: list[tuple[QuantizedTensor, QuantizedRows]] = []     # the same
+        coded: list[tuple[QuantizedTensor, CodedRows]] = []     # the same
         description = f"{form}" if weight.stored is None or form.quantized else f"{weight.stored} {form}"
-        for part in weight.parts:
-            begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
+        takes_plain = self._takes_plain_rows(weight, columns.form)
+        for part, (begin, end) in zip(weight.parts, weight.ranges_of(self.rank, self.world)):
             if begin == end:  # another rank has it
                 continue
+            begin, end = part.first + begin, part.first + end
             at, offset = offset, offset + end - begin
             if weight.stored is None:
                 stored = stored_tensor(self.source, weight, part)
@@ -170,7 +176,7 @@ class Loader:
             else:
                 self._digest.update(f"{part.tensor} {description} {begin} {end} {first} {last} ".encode())
                 tensor = quantized_tensor(self.source, weight, part)
-                plain = self._plain_rows(tensor, weight, columns, begin, end)
+                plain = self._plain_rows(tensor, begin, end) if takes_plain else None
                 if plain is not None:
                     coded.append((tensor, plain))
                 else:
@@ -184,29 +190,36 @@ class Loader:
         self._digest.update(f"{self.executor.source_hash(identity)} ".encode())
         return identity
 
-    def _plain_rows(self, tensor: QuantizedTensor, weight: Weight, columns: ColumnSlice, begin: int,
-                    end: int) -> QuantizedRows | None:
-        """Rows of a quantized tensor that _fill_coded takes together with those of other tensors: views of the file
-        with scales and nothing else, for a matrix of the same format, or of floats if they are e4m3. None for others.
+    def _takes_plain_rows(self, weight: Weight, form: WeightFormat) -> bool:
+        """Whether a matrix in this format takes what _plain_rows returns: the stored rows have scales and nothing else,
+        and the matrix has their format, or it is of floats and they are e4m3.
         """
-        stored, form = weight.stored_format, columns.form
-        if not tensor.mapped or tensor.order is not None or not hasattr(self.executor, "fill_quantized_rows") or not (
-                stored == form if form.quantized else stored.dtype == "e4m3"):
-            return None
-        if stored.layout.zeros != "none" or stored.layout.super_group:
+        stored = weight.stored
+        if stored is None or not hasattr(self.executor, "fill_quantized_rows"):
+            return False
+        return stored.layout.zeros == "none" and not stored.layout.super_group and (
+            stored == form if form.quantized else stored.dtype == "e4m3")
+
+    def _plain_rows(self, tensor: QuantizedTensor, begin: int, end: int) -> CodedRows | None:
+        """Rows of a quantized tensor that _fill_coded takes together with those of other tensors, if they are views of
+        the file. None for others.
+        """
+        if tensor.blocks is not None:
+            return tensor.blocks.rows(begin, end)
+        if not tensor.mapped or tensor.order is not None:
             return None
         rows = tensor.rows(begin, end)
-        return rows if rows.packing == "rows" else None
+        return (rows.quants, rows.own_scales, (1, 0)) if rows.packing == "rows" else None
 
-    def _fill_coded(self, identity: int, weight: Weight, pieces: list[tuple[QuantizedTensor, QuantizedRows]], end: int,
+    def _fill_coded(self, identity: int, weight: Weight, pieces: list[tuple[QuantizedTensor, CodedRows]], end: int,
                     column: int) -> None:
         """Fills rows of a matrix up to `end` with rows from _plain_rows."""
         if not pieces:
             return
-        form, rows = weight.stored_format, [rows for _, rows in pieces]
+        form, (quants, scales, shared) = weight.stored_format, zip(*(rows for _, rows in pieces))
         counts = self.executor.fill_quantized_rows(
-            identity, [some.quants for some in rows], [some.own_scales for some in rows], form.bits, weight.columns,
-            form.group_size, form.layout.scales, end - sum(len(some.quants) for some in rows), column)
+            identity, quants, scales, form.bits, weight.columns, form.group_size, form.layout.scales,
+            end - sum(map(len, quants)), column, shared)
         for (tensor, _), bad in zip(pieces, counts):
             if bad:
                 raise tensor.not_finite(bad, "values")

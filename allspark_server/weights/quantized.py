@@ -96,12 +96,37 @@ def block_floats(rows: QuantizedRows) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 @dataclass(frozen=True, eq=False)
+class ScaleBlocks:
+    """8-bit values [n, k] of which `height` adjacent rows share the scales of their groups: scales [ceil(n / height),
+    groups] in the format's type (BF16 as uint16). Aligned views of the file.
+    """
+
+    quants: np.ndarray
+    scales: np.ndarray
+    height: int
+
+    def rows(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+        """Rows [begin, end), the scales of their blocks, and (height, rows of the first block that come before
+        `begin`).
+        """
+        first = begin // self.height
+        return self.quants[begin:end], self.scales[first:-(-end // self.height)], (
+            self.height, begin - first * self.height)
+
+    def repeated(self, begin: int, end: int) -> QuantizedRows:
+        """Rows [begin, end), each with scales of its own."""
+        quants, scales, (height, skipped) = self.rows(begin, end)
+        return QuantizedRows(quants, np.repeat(scales, height, 0)[skipped:skipped + end - begin])
+
+
+@dataclass(frozen=True, eq=False)
 class QuantizedTensor:
     """A quantized matrix [n, k] of a file.
 
     name: of the tensor with the quantized values. rows(begin, end): some of its rows. order: the column of each place
     in a row, if columns are permuted. mapped: rows are views of the mapped file, so reading them costs nothing.
     mxfp4: of MXFP4, views of the values of some rows and of their scales as bytes (e8m0), if the file has them so.
+    blocks: the same matrix as a view whose rows share scales, if rows() would repeat them.
     """
 
     name: str
@@ -110,6 +135,7 @@ class QuantizedTensor:
     order: np.ndarray | None = None
     mapped: bool = False
     mxfp4: Callable[[int, int], tuple[np.ndarray, np.ndarray]] | None = None
+    blocks: ScaleBlocks | None = None
 
     def plain_rows(self, begin: int, end: int, form: WeightFormat, columns: int) -> QuantizedRows:
         """rows(begin, end) with the packing "rows". AllSparkError if the scale of a block is NaN or infinite."""

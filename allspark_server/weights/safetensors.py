@@ -30,6 +30,7 @@ QUANTIZED_TYPES: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 48
+_FIELDS = {"dtype", "shape", "data_offsets"}    # of a tensor's entry in the header
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +58,7 @@ def aligned(data: np.ndarray) -> np.ndarray:
     """`data`, or a copy if it lies at an address that the native library does not take: headers of files may have any
     length. To be called for the rows that are needed, not for a whole tensor.
     """
-    return np.require(data, requirements="A")
+    return data if data.flags.aligned else np.require(data, requirements="A")
 
 
 def _broken(path: Path, problem: str) -> AllSparkError:
@@ -105,11 +106,12 @@ class SafetensorsFile:
 
     def _check_entry(self, name: str, entry: object) -> list[int]:
         """Checks the header entry of a tensor; returns the begin and the end of its data."""
-        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        if not isinstance(entry, dict) or not _FIELDS <= entry.keys():
             raise _broken(self.path, f"the header entry of tensor {name!r} lacks dtype, shape or data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-        if not numbers or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape + offsets):
+        if not numbers or len(shape) > MAX_DIMENSIONS or set(map(type, shape + offsets)) != {int} or \
+                min(shape + offsets) < 0:
             raise _broken(self.path, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
         if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             raise _broken(self.path, f"tensor {name!r} has the unknown dtype {dtype!r}")

@@ -96,8 +96,8 @@ Strided strided_of(const py::array& a, int64_t count, int64_t width, int bytes, 
 std::vector<int64_t> fill_quantized_rows(Executor& e, int id, const std::vector<py::array>& quants,
                                          const std::vector<py::array>& scales, int bits, int64_t columns,
                                          int64_t group_size, const std::string& scale_type, int64_t row_offset,
-                                         int64_t column) {
-  if (quants.size() != scales.size() || group_size < 0)
+                                         int64_t column, const std::vector<std::pair<int64_t, int64_t>>& shared) {
+  if (quants.size() != scales.size() || group_size < 0 || (!shared.empty() && shared.size() != scales.size()))
     throw std::invalid_argument("fill_quantized_rows: as many scales as arrays of values, and a group_size");
   const Packed& m = e.weights().matrix(id);
   const ScaleType type = scale_type_of(scale_type);
@@ -108,7 +108,12 @@ std::vector<int64_t> fill_quantized_rows(Executor& e, int id, const std::vector<
     StoredRows rows = stored_rows(quants[i], bits, columns, "rows", 0, -1, count);
     rows.group = group_size ? group_size : columns, rows.scale_type = type;
     const int bytes = is_quantized(m.format) ? m.scale_bytes() : type == ScaleType::float32 ? 4 : 2;
-    rows.scales = strided_of(scales[i], count, rows.groups(), bytes, "fill_quantized_rows: scales");
+    const auto [height, skipped] = shared.empty() ? std::pair<int64_t, int64_t>(1, 0) : shared[i];
+    if (height < 1 || skipped < 0 || skipped >= height)
+      throw std::invalid_argument("fill_quantized_rows: shared must be (rows of a scale, rows before the first one)");
+    const int64_t blocks = (skipped + count + height - 1) / height;
+    rows.scales = strided_of(scales[i], blocks, rows.groups(), bytes, "fill_quantized_rows: scales");
+    rows.scales.shared = height, rows.scales.skipped = skipped;
     sources.push_back(rows), counts.push_back(count);
   }
   py::gil_scoped_release release;
@@ -252,10 +257,13 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "NaN or infinite.")
       .def("fill_quantized_rows", fill_quantized_rows, py::arg("id"), py::arg("quants"), py::arg("scales"),
            py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("scale_type"), py::arg("row_offset") = 0,
-           py::arg("column") = 0,
+           py::arg("column") = 0, py::arg("shared") = std::vector<std::pair<int64_t, int64_t>>(),
            "fill_quantized for several arrays with the packing \"rows\" and their scales of a type, without zeros, one "
            "after\n"
-           "the other. A matrix of floats takes e4m3, which is dequantized; its source_hash is that of the values as "
+           "the other. shared: for each array how many rows have a scale in common, and how many of the first scale's "
+           "rows\n"
+           "come before the array; by default each row has scales of its own. A matrix of floats takes e4m3, which is "
+           "dequantized; its source_hash is that of the values as "
            "float32.\n"
            "Returns the number of e4m3 NaN of each.")
       .def(

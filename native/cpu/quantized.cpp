@@ -103,7 +103,11 @@ void codes_of_row(const StoredRows& s, int64_t row, int64_t k, int n, uint8_t* o
 template <int kBytes>
 AS_INLINE void gather(const char* from, int64_t stride, int rows, char* out) {
   if (stride == kBytes) std::memcpy(out, from, rows * kBytes);
-  else
+  else if (stride == 0) {  // one value for all of them
+    std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>> value;
+    std::memcpy(&value, from, kBytes);
+    for (int r = 0; r < rows; r++) std::memcpy(out + r * kBytes, &value, kBytes);
+  } else
     for (int r = 0; r < rows; r++) std::memcpy(out + r * kBytes, from + r * stride, kBytes);
 }
 void gather(const char* from, int64_t stride, int rows, int bytes, char* out) {
@@ -161,7 +165,12 @@ class Heads {
       std::memcpy(scales, scales_[in_block], rows);
       if (zero) std::memcpy(zeros, minimums_[in_block], rows);
     } else {
-      gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
+      if (stored_.scales.shared == 1) gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
+      else
+        for (int64_t r = 0, same; r < rows; r += same) {
+          same = std::min<int64_t>(stored_.scales.alike(row + r), rows - r);
+          gather(stored_.scales.at(row + r, group), 0, (int)same, scale, scales + r * scale);
+        }
       if (zero) gather(stored_.zeros.at(row, group), stored_.zeros.row, rows, zero, zeros);
       if (own) bad = bad_halves(scales, rows) + (zero ? bad_halves(zeros, rows) : 0);
     }
@@ -376,7 +385,7 @@ StoredRows StoredRows::from(int64_t row) const {
   if (packing == Packing::octets) rows.q += (skipped + row) / 8 * 4, rows.skipped = (int)((skipped + row) % 8);
   else rows.q += row * (packing == Packing::words ? 4 : stride);
   for (Strided* values : {&rows.scales, &rows.zeros, &rows.super_scales, &rows.super_offsets})
-    if (values->data) values->data += row * values->row;
+    if (values->data) values->advance(row);
   return rows;
 }
 

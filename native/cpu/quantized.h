@@ -50,12 +50,21 @@ Packing packing_of(const std::string& name);
 inline bool is_transposed(Packing p) { return p == Packing::words || p == Packing::octets; }
 inline bool is_block(Packing p) { return p >= Packing::q4_0; }
 
-// A value for each row and each step along k, with strides in bytes.
+// A value for each `shared` rows and each step along k, with strides in bytes. The first row is row `skipped` of those
+// that share the first value.
 struct Strided {
   const char* data = nullptr;
-  int64_t row = 0, step = 0;
+  int64_t row = 0, step = 0, shared = 1, skipped = 0;
 
-  const char* at(int64_t r, int64_t s) const { return data + r * row + s * step; }
+  const char* at(int64_t r, int64_t s) const {
+    return data + (shared == 1 ? r : (r + skipped) / shared) * row + s * step;
+  }
+  // How many of the rows from `r` on have the same values.
+  int64_t alike(int64_t r) const { return shared - (r + skipped) % shared; }
+  void advance(int64_t rows) {
+    data += (rows + skipped) / shared * row;
+    skipped = (rows + skipped) % shared;
+  }
 };
 
 // Stored rows, with scales of the types that the destination's ScaleLayout has.
@@ -64,7 +73,8 @@ struct StoredRows : RowShape {
   const uint8_t* q = nullptr;
   int64_t stride = 0;  // bytes from a row of q, or of words, to the next
   int skipped = 0;     // of octets: rows of the first word that come before the first row
-  Strided scales;      // [rows, groups()] of the layout's type, or int8 if nested; of q4_k, q5_k, q6_k: in the blocks
+  Strided scales;      // [rows, groups()] of the layout's type, or int8 if nested; of q4_k, q5_k, q6_k: in the blocks.
+                       // Only these may be shared by several rows
   Strided zeros;       // the same for offsets, or uint8 points; null if there are none
   int64_t super_group = 0;                    // of nested scales
   Strided super_scales;                       // float16 [rows, super_groups()]

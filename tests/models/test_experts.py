@@ -69,6 +69,9 @@ def test_what_ranks_have(name, world, features, experts):
     ranks = range(world)
     assert [np.ptp(down.column_range_of(rank, world)) for rank in ranks] == features
     assert [down.experts_of(rank, world) for rank in ranks] == experts
+    for weight in graph.weights.values():
+        for rank in ranks:
+            assert list(weight.ranges_of(rank, world)) == [part.range_of(rank, world) for part in weight.parts]
 
 
 def test_more_ranks_than_experts_are_refused():

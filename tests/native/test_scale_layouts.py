@@ -273,6 +273,36 @@ def test_rows_of_several_arrays_are_filled_as_one_by_one(threads, k, group):
     assert executor.source_hash(one) == executor.source_hash(all_rows)
 
 
+@pytest.mark.parametrize("dtype", ["e4m3", "float32", "bfloat16"])
+@pytest.mark.parametrize("scale_type", ["float32", "bfloat16"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_scales_of_blocks_are_those_of_each_of_their_rows(threads, scale_type, dtype):
+    rng, k, group, experts, n = np.random.default_rng(2), 520, 128, 3, 150
+    executor, layout = _native.Executor(num_threads=threads), {"scales": scale_type, "zeros": "none"}
+    # (rows, rows of a block, rows of the first block that come before): a part of a block, more than one, all, each row
+    pieces = [(100, 128, 0), (50, 128, 100), (n, 48, 47), (29, n, 5), (n - 29, 1, 0)]
+    quants = [rng.integers(0, 120, (count, k)).astype(np.uint8) for count, *_ in pieces]
+    scales = [rng.uniform(0.5, 2, (-(-(skipped + count) // height), 5)).astype(np.float32)
+              for count, height, skipped in pieces]
+    if scale_type == "bfloat16":
+        scales = [(s.view(np.uint32) >> 16).astype(np.uint16) for s in scales]
+    repeated = [np.repeat(s, height, 0)[skipped:skipped + count]
+                for s, (count, height, skipped) in zip(scales, pieces)]
+    one, other = (executor.add_matrix(experts * n, k - 128, dtype, group if dtype == "e4m3" else 0, experts=experts,
+                                      **(layout if dtype == "e4m3" else {})) for _ in range(2))
+    settings = (8, k, group, scale_type, 0, 128)
+    assert executor.fill_quantized_rows(one, quants, repeated, *settings) == [0] * 5
+    shared = [piece[1:] for piece in pieces]
+    assert executor.fill_quantized_rows(other, quants, scales, *settings, shared) == [0] * 5
+    for row in range(experts * n):
+        assert executor.read_row(one, row).tobytes() == executor.read_row(other, row).tobytes()
+    assert executor.source_hash(one) == executor.source_hash(other)
+    for wrong, problem in ((shared[:4], "as many scales"), ([(0, 0)] * 5, "rows of a scale"),
+                           ([(128, 128)] * 5, "rows of a scale"), ([(128, 0)] * 5, r"must be \[rows, 5\]")):
+        with pytest.raises(ValueError, match=problem):
+            executor.fill_quantized_rows(other, quants, scales, *settings, wrong)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scale_type", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("threads", [1, 3])

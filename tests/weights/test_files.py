@@ -4,6 +4,7 @@ refused by name.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from allspark_client.errors import AllSparkError
-from allspark_server.weights.files import open_regular, read_file, read_json
+from allspark_server.weights.files import open_regular, read_file, read_json, without_collections
 
 SIMPLE = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -336,3 +337,23 @@ def test_vocabulary_with_a_hole_of_any_size(tiny_model, tmp_path):
              f"from allspark_server.tokenizer.tokenizer import Tokenizer; Tokenizer.from_dir({str(folder)!r})"]
     subprocess.run(words, check=True, timeout=10)
     assert Tokenizer.from_dir(folder).encode("fox")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_are_as_before_after_a_pause(enabled):
+    @without_collections()
+    def fails():
+        assert not gc.isenabled()
+        with without_collections():
+            pass
+        assert not gc.isenabled()
+        raise ValueError("as loading may")
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ValueError, match="as loading may"):
+            fails()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from allspark_server.models.config import Fields
 from allspark_server.weights.formats import SMALLEST_GROUP, ScaleLayout, WeightFormat
-from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
-from allspark_server.weights.safetensors import StoredTensor
+from allspark_server.weights.quantized import QuantizedTensor, ScaleBlocks
+from allspark_server.weights.safetensors import StoredTensor, aligned
 from allspark_server.weights.schemes.scheme import SCALE_NAMES, check_finite, need
 from allspark_server.weights.sources import Source
 
@@ -35,13 +33,8 @@ def float8_tensor(weight: StoredTensor, scales: StoredTensor, block: tuple[int, 
     check_finite(scales)
     data = scales.values.reshape(1, 1) if scales.values.size == 1 else scales.values.reshape(len(scales.values), -1)
     height = block[0] if block else 1 if len(data) > 1 else weight.shape[0]
-
-    def rows(begin: int, end: int) -> QuantizedRows:
-        first = begin // height
-        each = np.repeat(data[first:-(-end // height)], height, 0)
-        return QuantizedRows(weight.values[begin:end], each[begin - first * height:end - first * height])
-
-    return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
+    blocks = ScaleBlocks(aligned(weight.values), aligned(data), height)
+    return QuantizedTensor(weight.name, weight.file, blocks.repeated, mapped=True, blocks=blocks)
 
 
 class BlockFloat8:
@@ -52,6 +45,9 @@ class BlockFloat8:
     def __init__(self, source: Source, config: Fields):
         self.source, self.block = source, block_of(config, "weight_block_size")
         self.suffix = ".weight_scale_inv" if self.block else ".weight_scale"
+        # One object for each type of scales, which compares fast: there are tens of thousands of experts.
+        self._forms = {stored: WeightFormat("e4m3", self.block[1] if self.block else 0, ScaleLayout(name, "none"))
+                       for stored, name in SCALE_NAMES.items()}
 
     def modules(self) -> Iterable[str]:
         """See `Scheme.modules`."""
@@ -63,8 +59,7 @@ class BlockFloat8:
 
     def form(self, module: str) -> WeightFormat:
         """See `Scheme.form`."""
-        scales = need(self.source, module + self.suffix, tuple(SCALE_NAMES))
-        return WeightFormat("e4m3", self.block[1] if self.block else 0, ScaleLayout(SCALE_NAMES[scales.dtype], "none"))
+        return self._forms[need(self.source, module + self.suffix, tuple(SCALE_NAMES)).dtype]
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
         """See `Scheme.tensor`."""

@@ -19,6 +19,7 @@ from allspark_server.weights.views import Changed
 
 SCALE_NAMES = {kind: name for name, kind in SCALE_TYPES.items()}
 WEIGHT = ".weight"
+_EXPONENTS = {"BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}  # all bits of them are set in NaN and infinity
 
 
 class Scheme(Protocol):
@@ -48,9 +49,9 @@ class QuantizedSource(Changed):
         super().__init__(source)
         self.scheme = scheme
         self.modules = set(scheme.modules())
-        # Cached: they are requested often, and some need a look at every scale.
+        # Cached by name: they are requested often, and some need a look at every scale.
         self._forms: dict[str, WeightFormat] = {}
-        self._tensors: dict[tuple[str, WeightFormat, tuple[int, int]], QuantizedTensor] = {}
+        self._tensors: dict[str, tuple[tuple[WeightFormat, tuple[int, int]], QuantizedTensor]] = {}
 
     def names(self) -> Iterable[str]:
         """See `Source.names`."""
@@ -59,12 +60,12 @@ class QuantizedSource(Changed):
 
     def form(self, name: str) -> WeightFormat | None:
         """See `Source.form`."""
-        module = name.removesuffix(WEIGHT)
-        if not name.endswith(WEIGHT) or module not in self.modules:
-            return None
-        if module not in self._forms:
-            self._forms[module] = self.scheme.form(module)
-        return self._forms[module]
+        if name not in self._forms:
+            module = name.removesuffix(WEIGHT)
+            if not name.endswith(WEIGHT) or module not in self.modules:
+                return None
+            self._forms[name] = self.scheme.form(module)
+        return self._forms[name]
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
@@ -72,11 +73,11 @@ class QuantizedSource(Changed):
         own = self.form(name)
         if own is None or expert is not None:
             raise KeyError(name)
-        key = (name, form, shape)
-        if key not in self._tensors:
+        wanted, known = (form, shape), self._tensors.get(name)
+        if known is None or known[0] != wanted:
             tensor = self.scheme.tensor(name.removesuffix(WEIGHT), own, shape)
-            self._tensors[key] = converted(tensor, own, form, shape[1])
-        return self._tensors[key]
+            known = self._tensors[name] = wanted, converted(tensor, own, form, shape[1])
+        return known[1]
 
 
 # -- what schemes share ------------------------------------------------------------------------------------------------
@@ -103,13 +104,13 @@ def need(source: Source, name: str, kinds: tuple[str, ...], *shapes: tuple[int, 
 def check_finite(tensor: StoredTensor) -> None:
     """AllSparkError if a scale of the tensor is NaN or infinite."""
     data = tensor.values
-    exponents = {"BF16": 0x7F80, "F16": 0x7C00}.get(tensor.dtype)
+    exponents = _EXPONENTS.get(tensor.dtype)
     if exponents is None:
-        bad = ~np.isfinite(data)
+        bad = data.size - np.count_nonzero(np.isfinite(data))
     else:
-        bad = (data.view(np.uint16) & np.uint16(exponents)) == np.uint16(exponents)
-    if bad.any():
-        wrong(tensor, f"holds {int(bad.sum())} scales that are NaN or infinite")
+        bad = np.count_nonzero((data.view(np.uint16) & exponents) == exponents)
+    if bad:
+        wrong(tensor, f"holds {bad} scales that are NaN or infinite")
 
 
 def column_order(source: Source, name: str, size: int, columns: int | None) -> np.ndarray | None:
