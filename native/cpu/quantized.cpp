@@ -116,14 +116,40 @@ void gather(const char* from, int64_t stride, int rows, int bytes, char* out) {
   else gather<1>(from, stride, rows, out);
 }
 
-int bad_halves(const char* values, int n) {
-  int bad = 0;
-  for (int i = 0; i < n; i++) {
-    uint16_t half;
-    std::memcpy(&half, values + 2 * i, 2);
-    bad += (half & 0x7c00) == 0x7c00;
+// gather() for float16. Returns the number of NaN and infinite values. Eight at a time are collected in a register:
+// what was written two bytes at a time would have to leave the store buffer before it could be read back for the test.
+int gather_halves(const char* from, int64_t stride, int rows, char* out) {
+  constexpr uint16_t kExponent = F16::kExponent;
+  const auto half = [&](int r) {
+    uint16_t x;
+    std::memcpy(&x, from + r * stride, 2);
+    return x;
+  };
+  pack::Half8 special{};
+  int bad = 0, r = 0;
+  for (; r + 8 <= rows; r += 8) {
+    const pack::Half8 x = {half(r),     half(r + 1), half(r + 2), half(r + 3),
+                           half(r + 4), half(r + 5), half(r + 6), half(r + 7)};
+    std::memcpy(out + 2 * r, &x, sizeof x);
+    special |= F16::special(x);
   }
+  for (int i = r; i < rows; i++) {
+    const uint16_t x = half(i);
+    std::memcpy(out + 2 * i, &x, 2);
+    bad += (x & kExponent) == kExponent;
+  }
+  uint64_t found[2];
+  std::memcpy(found, &special, sizeof found);
+  if (found[0] | found[1])  // rarely
+    for (int i = 0; i < r; i++) bad += (half(i) & kExponent) == kExponent;
   return bad;
+}
+
+// Copies a byte of each row; rows that were written by eights are read by eights, see gather_halves().
+AS_INLINE void copy_bytes(const int8_t* from, int rows, char* out) {
+  int r = 0;
+  for (; r + 8 <= rows; r += 8) std::memcpy(out + r, from + r, 8);
+  if (r < rows) std::memcpy(out + r, from + r, rows - r);
 }
 
 constexpr int kMaxRows = 64;  // of a panel
@@ -162,8 +188,11 @@ class Heads {
         block_ = block, row_ = row;
         for (int r = 0; r < rows; r += 8) unpack_eight(row + r, std::min(8, rows - r), block, r);
       }
-      std::memcpy(scales, scales_[in_block], rows);
-      if (zero) std::memcpy(zeros, minimums_[in_block], rows);
+      copy_bytes(scales_[in_block], rows, scales);
+      if (zero) copy_bytes(minimums_[in_block], rows, zeros);
+    } else if (own) {
+      bad = gather_halves(stored_.scales.at(row, group), stored_.scales.row, rows, scales);
+      if (zero) bad += gather_halves(stored_.zeros.at(row, group), stored_.zeros.row, rows, zeros);
     } else {
       if (stored_.scales.shared == 1) gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
       else
@@ -172,21 +201,20 @@ class Heads {
           gather(stored_.scales.at(row + r, group), 0, (int)same, scale, scales + r * scale);
         }
       if (zero) gather(stored_.zeros.at(row, group), stored_.zeros.row, rows, zero, zeros);
-      if (own) bad = bad_halves(scales, rows) + (zero ? bad_halves(zeros, rows) : 0);
     }
     if (!w_.scaling.super_group || first % w_.scaling.super_group) return bad;
     const int64_t above = column / stored_.super_group;
     char* super = reinterpret_cast<char*>(w_.super_scales(panel, g) + lane);
-    gather<2>(stored_.super_scales.at(row, above), stored_.super_scales.row, rows, super);
-    if (own) bad += bad_halves(super, rows);
+    const int special = gather_halves(stored_.super_scales.at(row, above), stored_.super_scales.row, rows, super);
+    if (own) bad += special;
     super += w_.panel * sizeof(uint16_t);
     if (!stored_.super_offsets.data) {
       std::memset(super, 0, rows * sizeof(uint16_t));
       return bad;
     }
-    gather<2>(stored_.super_offsets.at(row, above), stored_.super_offsets.row, rows, super);
+    const int wrong = gather_halves(stored_.super_offsets.at(row, above), stored_.super_offsets.row, rows, super);
     if (own) {
-      bad += bad_halves(super, rows);
+      bad += wrong;
       for (int r = 0; r < rows; r++) super[2 * r + 1] = (char)(super[2 * r + 1] ^ 0x80);  // minimums are subtracted
     }
     return bad;
