@@ -140,6 +140,17 @@ __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
   else if (out.tiles && i < blocks * kBlock) out.tiles[tile_offset(row, i, blocks)] = 0;
 }
 
+// The same into tiles; a thread converts eight adjacent columns.
+__global__ void __launch_bounds__(kThreads) to_tiles_kernel(const float* in, Rows out) {
+  after_previous();
+  const int row = blockIdx.y, first = (blockIdx.x * kThreads + threadIdx.x) * 8, blocks = blocks_of(out.width);
+  if (first >= blocks * kBlock) return;
+  float x[8];
+  read_eight(in + (size_t)row * out.width, first, out.width, x);
+  *reinterpret_cast<uint4*>(out.tiles + tile_offset(row, first, blocks)) = make_uint4(
+      to_dtype16x2(x[0], x[1]), to_dtype16x2(x[2], x[3]), to_dtype16x2(x[4], x[5]), to_dtype16x2(x[6], x[7]));
+}
+
 }  // namespace
 
 void embed(const Matrix& table, const TokenRows& tokens, int rows, int vocab_begin, float scale, const Rows& out,
@@ -179,8 +190,9 @@ void select_rows(const float* in, const int* chosen, int rows, const Rows& out, 
 }
 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
-  const int columns = blocks_of(out.width) * kBlock;
-  start(queue, copy_kernel, dim3(ceil_div(columns, kThreads), rows), kThreads, 0, in, nullptr, out);
+  const int eights = blocks_of(out.width) * 8;
+  if (out.tiles) start(queue, to_tiles_kernel, dim3(ceil_div(eights, kThreads), rows), kThreads, 0, in, out);
+  else start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, nullptr, out);
 }
 
 void gather_columns(const Rows& in, const int* order, int rows, const Rows& out, const Queue& queue) {
