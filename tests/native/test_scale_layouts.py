@@ -239,6 +239,81 @@ def test_a_matrix_is_the_same_however_its_codes_are_packed(packing, dtype):
     assert (found[0][0] != 0).any()
 
 
+MASK, KEYS = (1 << 64) - 1, (0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 0x589965CC75374CC3)
+
+
+def fold(a: int, b: int) -> int:
+    return (a * b & MASK) ^ a * b >> 64
+
+
+def row_hash(row: np.ndarray, key: int) -> int:
+    """As common/row_hash.h has it."""
+    data, key = row.tobytes(), key & MASK
+    lanes = [fold(key ^ KEYS[i], len(data) ^ KEYS[(i + 1) % 4]) for i in range(4)]
+    words = np.frombuffer(data + bytes(-len(data) % 64), np.uint64).tolist()
+    for at in range(0, len(words), 8):
+        for i in range(4):
+            lanes[i] = fold(words[at + 2 * i] ^ KEYS[i], words[at + 2 * i + 1] ^ lanes[i])
+    for lane, own in zip(lanes, KEYS):
+        key = fold(key ^ lane, own)
+    return key
+
+
+def transposed_hash(lines: np.ndarray, scales: np.ndarray, zeros: np.ndarray, octets: bool, first: int,
+                    skipped: int) -> int:
+    """The hash of an array of words or octets, scales [n, groups] and zeros [n, groups] whose first row, after
+    `skipped` ones in its word, is row `first` of a matrix.
+    """
+    n, together, total = len(scales), 8192 if octets else 1024, 0
+    for block, row in enumerate(range(0, n, together)):
+        rows = slice(row, min(n, row + together))
+        own = slice((skipped + rows.start) // 8, -(-(skipped + rows.stop) // 8)) if octets else rows
+        of_block = sum(row_hash(line[own], i) for i, line in enumerate(lines))
+        for g, (s, z) in enumerate(zip(scales.T, zeros.T)):
+            of_block += row_hash(s[rows], ~g) + fold(row_hash(z[rows], g), 0xA24BAED4963EE407)
+        total += fold(of_block & MASK, 2 * first + block)
+    return total & MASK
+
+
+# n: one panel or less, one row past a block, several; k: chunks of columns that groups divide, that divide groups, that
+# do neither, one line past a chunk, none whole. (first column, columns of the matrix): a rank's slice, too.
+@pytest.mark.parametrize("packing, bits, n, k, group, part", [
+    ("words", 4, 1025, 136, 8, None), ("words", 4, 2500, 264, 24, None), ("words", 4, 1000, 520, 0, None),
+    ("words", 4, 41, 640, 160, (320, 320)), ("words", 8, 1061, 132, 32, None), ("words", 8, 130, 512, 256, (256, 256)),
+    ("words", 4, 1027, 264, 0, (4, 200)),    # no whole lanes
+    ("octets", 4, 8200, 40, 8, None), ("octets", 4, 8193, 72, 24, None), ("octets", 4, 90, 264, 0, None),
+    ("octets", 4, 1001, 320, 80, (80, 160)), ("octets", 4, 8195, 36, 0, None)])
+def test_bits_and_hash_of_transposed_lines_at_awkward_sizes(packing, bits, n, k, group, part):
+    """Bits and hash for every number of threads, more than panels included, and rows in two arrays."""
+    rng, octets = np.random.default_rng(n + k), packing == "octets"
+    column, width = part or (0, k)
+    quants = rng.integers(0, 1 << bits, (n, k)).astype(np.uint8)
+    scales = rng.uniform(0.5, 2, (-(-k // (group or k)), n)).astype(np.float32).T
+    zeros = rng.integers(0, 1 << bits, scales.T.shape).astype(np.uint8).T
+    at = np.arange(k) // (group or k)
+    expected = (scales[:, at] * (quants.astype(np.float32) - zeros[:, at]))[:, column:column + width]
+    for cut in (0, n // 3 // 8 * 8, n // 2 + 3):
+        arrays = []
+        for first, last in ((0, cut), (cut, n)):
+            skipped = first % 8 if octets else 0
+            lines, _ = packed_as(packing if bits == 4 else packing + "-8", quants[first - skipped:last])
+            arrays.append((first, last, lines, skipped))
+        wanted = sum(transposed_hash(lines, scales[first:last], zeros[first:last], octets, first, skipped)
+                     for first, last, lines, skipped in arrays if first < last) & MASK
+        for threads in (1, 2, 3, 7):
+            executor = _native.Executor(num_threads=threads)
+            handle = executor.add_matrix(n, width, "int4" if bits == 4 else "int8", group and min(group, width),
+                                         scales="float32", zeros="points")
+            for first, last, lines, skipped in arrays:
+                if first < last:
+                    assert not executor.fill_quantized(handle, lines, scales[first:last], zeros[first:last], bits, k,
+                                                       group, row_offset=first, column=column, packing=packing,
+                                                       **({"skipped": skipped} if octets else {}))
+            found = np.stack([executor.read_row(handle, row) for row in range(n)])
+            np.testing.assert_array_equal(found, expected)
+            assert executor.source_hash(handle) == wanted
+
+
 def test_numbers_that_are_none_are_counted():
     rng = np.random.default_rng(0)
     executor = _native.Executor(num_threads=2)
