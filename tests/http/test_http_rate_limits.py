@@ -72,13 +72,15 @@ def test_requests_a_minute_over_all_workers(server):
 
 
 def test_tokens_a_minute(server):
-    """A client that waits as it is told gets its answer."""
+    """A client that waits as it is told gets its answer. 100 tokens too many take ten seconds, in which a machine with
+    other work refuses, too.
+    """
     with client_of(server, "key-of-few-tokens-0000") as client:
         first = ask(client, max_tokens=200)
         used = first.parse().usage.total_tokens
         assert 600 - used <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 600 - used + 10
         assert first.headers["x-ratelimit-reset-tokens"].endswith("s")
-        with client.completions.with_streaming_response.create(model="m", prompt="x", max_tokens=420,
+        with client.completions.with_streaming_response.create(model="m", prompt="x", max_tokens=500,
                                                                stream=True) as answer:
             assert 390 <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 410    # its prompt is counted
             for _ in answer.iter_lines():

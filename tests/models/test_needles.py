@@ -29,7 +29,7 @@ def answers(engine, path, text, asked):
     name = f"needles-{random.randrange(1 << 60)}"
     engine.install_model(AsModelConfig(name, str(path), **{
         "engine_max_batch": 2, "engine_max_length": len(text) + 64, "num_threads": 2, "enable_prefix_cache": True,
-        **UNIT}))
+        "weight_dtype": "bfloat16", **UNIT}))
     engine.start_model(name)
     found = []
     for token in asked:
