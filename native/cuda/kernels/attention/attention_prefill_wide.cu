@@ -95,10 +95,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Barriers<kStages> barriers;
   __shared__ Left left[2];
   let_next_begin();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) barrier_init(&barriers.full[i], 128 + 1), barrier_init(&barriers.empty[i], 2);
-    barriers_are_there();
-  }
+  if (threadIdx.x == 0) init_barriers(barriers, 2);
   __syncthreads();
   await_previous();
   const int group = warpgroup() - 1;
@@ -107,31 +104,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     Pipeline<kStages> ring;
-    int number = 0;
-    const auto put = [&](const Item& item) {
-      if (threadIdx.x == 0) barriers.items[number % kItems] = item;
-      number++;
-    };
-    // Tiles that see most positions come first, and the parts of a tile at once, as they read the same positions. CTAs
-    // reverse their order every turn, which balances the work.
-    for (int turn = 0;; turn++) {
-      const int own = turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, i = turn * gridDim.x + own;
-      if (i >= count * a.cache.kv_heads * kParts) break;
-      const int head = i / kParts;
-      Item item{tiles[count - 1 - head / a.cache.kv_heads], head % a.cache.kv_heads};
-      item.tile.first += i % kParts * kPairs;
-      const TileRows rows(a, item.tile, kPairs);
-      if (rows.count == 0) continue;
-      put(item);
-      if (turn) ask_for_queries<kDim>(a, rows, item.kv_head);
+    copy_items<kDim, kPairs>(a, tiles, count, barriers, at_stage, ring, [&](const Item& item, const TileRows& rows) {
       copy_context(a, a.tables + rows.tile.table, item.kv_head, rows.first_split * kKvSplitTokens, rows.last, stages,
                    at_stage, ring);
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    barrier_wait(at_stage.empty_at(ring.stage), ring.parity ^ 1);
-    put({{}, -1});
-    barrier_arrive(at_stage.full_at(ring.stage));
-    if (threadIdx.x == 0) barrier_arrive(at_stage.full_at(ring.stage));
+    });
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");

@@ -233,6 +233,47 @@ __device__ void ask_for_queries(const Attention& a, const TileRows& rows, int kv
                                                     rows.head(pair, kv_head) * kDim + i % kLines * 32));
 }
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// readers: warpgroups that tell that they have read a stage.
+template <int kStages>
+__device__ void init_barriers(Barriers<kStages>& barriers, int readers) {
+  for (int i = 0; i < kStages; i++) barrier_init(&barriers.full[i], 128 + 1), barrier_init(&barriers.empty[i], readers);
+  barriers_are_there();
+}
+
+// The work of the copying warpgroup: gives the computing ones the CTA's items, kPairs pairs each, copies the context of
+// each by copy(item, rows), and ends the work. Tiles that see most positions come first, and the parts of a tile at
+// once, as they read the same positions. CTAs reverse their order every turn, which balances the work.
+template <int kDim, int kPairs, int kStages, typename Copy>
+__device__ __forceinline__ void copy_items(const Attention& a, const AttentionTile* tiles, int count,
+                                           Barriers<kStages>& barriers, const Stages& at_stage, Pipeline<kStages>& ring,
+                                           const Copy& copy) {
+  constexpr int kParts = kPrefillPairs / kPairs;
+  int number = 0;
+  const auto put = [&](const Item& item) {
+    if (threadIdx.x == 0) barriers.items[number % kItems] = item;
+    number++;
+  };
+  for (int turn = 0;; turn++) {
+    const int own = turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, i = turn * gridDim.x + own;
+    if (i >= count * a.cache.kv_heads * kParts) break;
+    const int head = i / kParts;
+    Item item{tiles[count - 1 - head / a.cache.kv_heads], head % a.cache.kv_heads};
+    item.tile.first += i % kParts * kPairs;
+    const TileRows rows(a, item.tile, kPairs);
+    if (rows.count == 0) continue;
+    put(item);
+    if (turn) ask_for_queries<kDim>(a, rows, item.kv_head);
+    copy(item, rows);
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  barrier_wait(at_stage.empty_at(ring.stage), ring.parity ^ 1);
+  put({{}, -1});
+  barrier_arrive(at_stage.full_at(ring.stage));
+  if (threadIdx.x == 0) barrier_arrive(at_stage.full_at(ring.stage));
+}
+#endif
+
 }  // namespace prefill
 }  // namespace AS_DTYPE16
 }  // namespace as::cuda
