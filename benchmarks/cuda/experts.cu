@@ -112,7 +112,7 @@ int main(int argc, char** argv) {
     AS_DTYPE16::gemm_experts(e, rows * kTop, choice.tile_rows, queue, choice.algo);
   };
   const ChosenRow chosen_row{router, logits.values, nullptr};
-  const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
+  const Combination sum{{true, x, {}, {}}, made.values, routing}, normed{{true, x, norm, y}, made.values, routing};
   const std::pair<const char*, Part> o{
       "o", [&](const Layer& l, int rows) { gemm(product(l.o, context, x, true, false), rows); }},
       next{"qkv", [&](const Layer& l, int rows) { gemm(product(l.qkv, y, qkv, false, false), rows); }};

@@ -116,7 +116,7 @@ int main(int argc, char** argv) {
       AS_DTYPE16::gemm_experts(e, rows * kTop, height, queue, algo);
     };
     const ChosenRow row{router, logits, nullptr};
-    const Combination c{made.values, routing, false, sum, {}, {}};
+    const Combination c{{false, sum, {}, {}}, made.values, routing};
     const double up_bytes = (double)bytes_of(up[0]);
     for (int rows : all) {
       route(logits, router, routing, nullptr, rows, 8, queue);

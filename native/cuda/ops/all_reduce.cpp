@@ -46,11 +46,9 @@ int bind_all_reduce(Binding& b, size_t i) {
   sum.peers = b.ranks->exchange.peers(), sum.peers.step = b.workspace.data->step();
   sum.call = b.next_call, sum.calls = b.calls, sum.is_dtype16 = sums_in_dtype16(b.ops, b.weights, i);
   sum.dtype = b.workspace.dtype;
-  int into = tensor;
-  if (add_after(b, i, tensor)) last = i + 1, into = b.ops[last].inputs[0], sum.adds = true;
-  sum.y = b.workspace.tensors[into].rows;
-  if (const OpNode& next = b.ops[last + 1]; next.is(Op::rms_norm) && next.inputs[0] == into && next.outputs[0] != into)
-    last++, sum.norm = norm_of(next, b.vector(next, 0)), sum.normed = b.out(next).rows;
+  if (add_after(b, i, tensor)) last = i + 1, sum.adds = true;
+  sum.y = b.in(b.ops[last]).rows;
+  take_norm(b, last, sum.norm, sum.normed);
   const auto writes_partial = [&](const OpNode& before) {
     return !before.outputs.empty() && before.outputs[0] == tensor &&
            (before.is(Op::linear) || before.is(Op::embedding) || before.is(Op::combine_experts));

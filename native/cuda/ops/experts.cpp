@@ -11,14 +11,6 @@ namespace {
 
 constexpr int kMaxGroups = 32;  // per router
 
-// The norm behind an add into a tensor, ops[add], if the kernel that adds can compute it. Its op is then `last`.
-void take_norm(const Binding& b, size_t add, size_t& last, Norm& norm, Rows& normed) {
-  const OpNode& next = b.ops[add + 1];
-  const int into = b.ops[add].inputs[0];
-  if (!next.is(Op::rms_norm) || next.inputs[0] != into || next.outputs[0] == into || norms_to_bytes(b, add + 1)) return;
-  last = add + 1, norm = norm_of(next, b.vector(next, 0)), normed = b.out(next).rows;
-}
-
 // The sum over a row's experts, with the add and the norm that follow, if any. last: the last op computed here.
 Combination combination_at(const Binding& b, size_t i, size_t& last) {
   const OpNode& op = b.ops[i];
@@ -31,7 +23,7 @@ Combination combination_at(const Binding& b, size_t i, size_t& last) {
   c.entries = x.values(), c.routing = b.workspace.expert_rows.at(x.row_set).routing, c.adds = sum.has_value();
   c.y = sum ? b.in(b.ops[*sum]).rows : partial_of(b, i).value_or(b.out(op).rows);
   last = sum.value_or(i);
-  if (sum) take_norm(b, *sum, last, c.norm, c.normed);
+  if (sum) take_norm(b, last, c.norm, c.normed);
   return c;
 }
 
@@ -105,7 +97,7 @@ int bind_shared_sum(Binding& b, size_t i) {
   size_t last = i + 2;
   if (const std::optional<size_t> sum = add_after(b, last, add.inputs[0])) {
     c.adds = true, c.y = b.in(b.ops[*sum]).rows, last = *sum;
-    take_norm(b, *sum, last, c.norm, c.normed);
+    take_norm(b, last, c.norm, c.normed);
   }
   b.add_launch(b.in(op).row_set, [c, queue = b.queue](int rows) { add_shared_expert(c, rows, queue); });
   return (int)(last - i);

@@ -54,6 +54,14 @@ bool norms_to_bytes(const Binding& b, size_t i) {
   return true;
 }
 
+void take_norm(const Binding& b, size_t& last, Norm& norm, Rows& normed) {
+  const OpNode& next = b.ops[last + 1];
+  const int into = b.ops[last].inputs[0];
+  if (!next.is(Op::rms_norm) || next.inputs[0] != into || next.outputs[0] == into || norms_to_bytes(b, last + 1))
+    return;
+  last++, norm = norm_of(next, b.vector(next, 0)), normed = b.out(next).rows;
+}
+
 bool norms_for_linear(const Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   const int made = op.outputs[0];

@@ -17,6 +17,10 @@ bool is_gated(const std::vector<OpNode>& ops, const Weights& weights, size_t lin
 // The add after ops[i], if it is the only reader of `tensor`. Skips an all_reduce between them if there is one rank.
 std::optional<size_t> add_after(const Binding& b, size_t i, int tensor);
 
+// The norm behind ops[last], which changes its first input in place, if the kernel of that op can compute it. Its op is
+// then `last`.
+void take_norm(const Binding& b, size_t& last, Norm& norm, Rows& normed);
+
 // Whether ops[norm] writes 8-bit activations that only the next linear reads.
 bool norms_to_bytes(const Binding& b, size_t norm);
 // Whether only the next linear reads what ops[norm] writes. The linear may then norm the single row of a step itself.

@@ -12,19 +12,18 @@ constexpr int kEight = 8, kThreads = 512;
 
 // Norms a row of which each thread keeps its first eight columns and has summed the squares of all of its own. weights:
 // of these eight columns.
-__device__ void norm_row(const Rows& y, const Norm& norm, int row, float squares, float (&kept)[kEight],
-                         float (&weights)[kEight], const Rows& normed) {
-  const int width = y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
-  const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, blockDim.x) / width + norm.eps);
-  const float one = norm.unit_offset ? 1.0f : 0.0f;
+__device__ void norm_row(const NormedSum& c, int row, float squares, float (&kept)[kEight], float (&weights)[kEight]) {
+  const int width = c.y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
+  const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, blockDim.x) / width + c.norm.eps);
+  const float one = c.norm.unit_offset ? 1.0f : 0.0f;
   for (int column = first; column < width; column += stride) {
     if (column > first) {
-      read_eight(y.values + (size_t)row * width, column, width, kept);
-      read_eight(norm.weight, column, width, weights);
+      read_eight(c.y.values + (size_t)row * width, column, width, kept);
+      read_eight(c.norm.weight, column, width, weights);
     }
 #pragma unroll
     for (int j = 0; j < kEight; j++) kept[j] = kept[j] * factor * (weights[j] + one);
-    put_eight(normed, row, column, width, kept);
+    put_eight(c.normed, row, column, width, kept);
   }
 }
 
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     }
     put_eight(c.y, row, column, width, sum);
   }
-  if (c.norm.weight) norm_row(c.y, c.norm, row, squares, kept, weights, c.normed);
+  if (c.norm.weight) norm_row(c, row, squares, kept, weights);
 }
 
 // The same threads. The first warp computes the row's gate.
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) add_shared_expert_kernel(const __gri
     }
     put_eight(c.y, row, column, width, sum);
   }
-  if (c.norm.weight) norm_row(c.y, c.norm, row, squares, kept, weights, c.normed);
+  if (c.norm.weight) norm_row(c, row, squares, kept, weights);
 }
 
 }  // namespace

@@ -66,11 +66,9 @@ void gemm_experts(const ExpertGemmArgs& p, int entries, int tile_rows, const Que
 // The same with 8-bit weights and activations gemm.bytes, on Hopper; w.max_split_k: 1.
 void gemm_experts_8bit(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
-// y [rows, width] = for each row the weighted sum of its entries, by ascending expert; adds: y += that sum. If the norm
-// has a weight, `normed` receives the normalized rows of y.
-struct Combination {
-  const float* entries = nullptr;
-  Routing routing;
+// A sum that y [rows, width] becomes; adds: y += that. If the norm has a weight, `normed` receives the normalized rows
+// of y.
+struct NormedSum {
   bool adds = false;
   Rows y;
   Norm norm;
@@ -78,19 +76,17 @@ struct Combination {
 
   DType16 dtype() const { return y.tiles ? y.dtype : normed.dtype; }
 };
+// For each row the weighted sum of its entries, by ascending expert.
+struct Combination : NormedSum {
+  const float* entries = nullptr;
+  Routing routing;
+};
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 
-// y [rows, width] = routed + shared sigmoid(gate's product, as gemm_small_n() computes it); adds: y += that. If the
-// norm has a weight, `normed` receives the normalized rows of y.
-struct SharedSum {
+// routed + shared sigmoid(gate's product, as gemm_small_n() computes it)
+struct SharedSum : NormedSum {
   GemmArgs gate;  // of one column, which is not written
   const float *shared = nullptr, *routed = nullptr;
-  bool adds = false;
-  Rows y;
-  Norm norm;
-  Rows normed;
-
-  DType16 dtype() const { return y.tiles ? y.dtype : normed.dtype; }
 };
 void add_shared_expert(const SharedSum& sum, int rows, const Queue& queue);
 
