@@ -178,8 +178,7 @@ class ModelRunner:
                 draft.load(executor, None, self._executor)
             if draft.world > 1:
                 with memory_errors(f"allocating the exchange buffers of {self._draft_name}"):
-                    self.address += " " + device.share(executor, self._sizes.draft_rows,
-                                                           self._sizes.draft_outputs)
+                    self.address += " " + device.share(executor, self._sizes.draft_rows, self._sizes.draft_outputs)
         if self.tower is not None:
             self.address += f" {of_tower}"
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
