@@ -16,7 +16,8 @@ namespace AS_DTYPE16 {
 namespace prefill {
 namespace {
 
-constexpr int kDim = 256, kHalf = kDim / 2, kPairs = kBlock, kParts = kPrefillPairs / kPairs;
+constexpr int kDim = 256, kPairs = kBlock, kParts = kPrefillPairs / kPairs;
+[[maybe_unused]] constexpr int kHalf = kDim / 2;  // features of a warpgroup's values
 constexpr int kComputing = 256, kThreads = 128 + kComputing;
 // Keys, or values, of 64 positions have a stage each: consecutive blocks of 64 features (tiles.h), as have the queries.
 constexpr int kStages = 5, kTensorBytes = kDim / kBlock * kBlockBytes;
