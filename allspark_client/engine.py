@@ -135,7 +135,7 @@ class AbstractEngine(ABC):
                 full (then it is `.retryable`), ALLSPARK_PARAM_ERROR for an unknown model, ALLSPARK_LORA_NOT_FOUND,
                 ALLSPARK_REQUEST_DENIED, ALLSPARK_INVALID_CALL_ERROR.
         """
-        return self._start(request_spec(model_name, inputs, generate_config, want_text))
+        return self._start(request_spec(model_name, inputs, generate_config, want_text, self._token_ids))
 
     def generate(
         self, model_name: str, inputs: dict[str, Any],
@@ -150,7 +150,7 @@ class AbstractEngine(ABC):
                 for elements in generation:
                     print(elements.text, end="")
         """
-        return Generation(self, request_spec(model_name, inputs, generate_config, want_text))
+        return Generation(self, request_spec(model_name, inputs, generate_config, want_text, self._token_ids))
 
     def start_request_ids(
         self, model_name: str, model: Any, input_ids: Any,
@@ -166,6 +166,9 @@ class AbstractEngine(ABC):
         """As start_request with text. `model`: a loader whose get_tokenizer() tokenizes it; None: the engine does."""
         inputs = {"text": input_str} if model is None else {"input_ids": ids_of_text(model, input_str)}
         return self.start_request(model_name, inputs, generate_config_builder)
+
+    #: as_token_ids, or the same in less time
+    _token_ids: Callable[[Any], list[int]] = staticmethod(as_token_ids)
 
     @abstractmethod
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
@@ -367,10 +370,15 @@ class AbstractEngine(ABC):
         self.close()
 
 
-def request_spec(model_name: Any, inputs: Any, generate_config: Any, want_text: bool | None = None) -> RequestSpec:
-    """The arguments of start_request, checked as far as possible without the model; raises ValueError or TypeError."""
+def request_spec(
+    model_name: Any, inputs: Any, generate_config: Any, want_text: bool | None = None,
+    token_ids: Callable[[Any], list[int]] = as_token_ids,
+) -> RequestSpec:
+    """The arguments of start_request, checked as far as possible without the model; raises ValueError or TypeError.
+    `token_ids`: what checks ids.
+    """
     config = GenerateConfig.parse(generate_config)
-    spec = _prompt(check_model_name(model_name), inputs)
+    spec = _prompt(check_model_name(model_name), inputs, token_ids)
     spec.config = config
     if want_text is not None and not isinstance(want_text, bool):
         raise TypeError(f"want_text must be a bool or None, not {type(want_text).__name__}")
@@ -406,7 +414,9 @@ def check_model_name(name: Any) -> str:
     return name
 
 
-def _prompt(model_name: str, inputs: Any) -> RequestSpec:
+def _prompt(
+    model_name: str, inputs: Any, token_ids: Callable[[Any], list[int]] = as_token_ids
+) -> RequestSpec:
     """A request with this prompt and the default config."""
     spec = RequestSpec(model=model_name)
     if not isinstance(inputs, dict):
@@ -420,7 +430,7 @@ def _prompt(model_name: str, inputs: Any) -> RequestSpec:
     if len(prompts) != 1:
         raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; it has {', '.join(prompts) or 'none'}")
     if "input_ids" in inputs:
-        spec.input_ids = as_token_ids(inputs["input_ids"])
+        spec.input_ids = token_ids(inputs["input_ids"])
     elif "text" in inputs:
         spec.text, spec.want_text = _text(inputs["text"]), True
         if (pair := inputs.get("text_pair")) is not None:

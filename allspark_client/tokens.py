@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ def as_token_ids(ids: Any, name: str = "input_ids") -> list[int]:
         ValueError: another shape, no ids, a negative id, or one beyond 32 bits. That ids are smaller than the
             vocabulary is checked by the engine.
     """
+    if type(ids) is list and _is_plain(ids):
+        return ids.copy()
     if isinstance(ids, (list, tuple)):
         array = _from_list(ids, name)
     elif isinstance(ids, np.ndarray):
@@ -49,12 +52,24 @@ def as_token_ids(ids: Any, name: str = "input_ids") -> list[int]:
     return values
 
 
+def _is_plain(ids: list[Any]) -> bool:
+    """Whether a list has only valid ids of the type int, and at least one. Its passes are in C: prompts may have
+    100,000 tokens.
+    """
+    if not ids or list(map(type, ids)).count(int) != len(ids):
+        return False
+    try:
+        packed = struct.pack(f"<{len(ids)}i", *ids)
+    except struct.error:    # beyond 32 bits
+        return False
+    return bool(np.frombuffer(packed, "<i4").min() >= 0)
+
+
 def _from_list(ids: Sequence[Any], name: str) -> np.ndarray[Any, Any]:
     rows: Sequence[Any] | np.ndarray[Any, Any] = ids
     if len(ids) == 1 and isinstance(ids[0], (list, tuple, np.ndarray)):
         rows = ids[0]
-    plain = set(map(type, rows)) == {int}   # one pass in C: prompts may have 100,000 tokens
-    for i, value in enumerate(() if plain else rows):
+    for i, value in enumerate(rows):
         if isinstance(value, (list, tuple, np.ndarray)):
             raise ValueError(f"{name} is a list of {len(rows)} lists; allowed: shape [n] or [1, n], one prompt")
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):

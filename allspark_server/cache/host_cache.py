@@ -6,11 +6,15 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 # Weight of the old average when a new measurement is added to it.
 _MEMORY = 0.9
 # Factor on the estimated cost of a copy each time that copying is rejected. The cost falls, so copies are tried again
 # later, in case their slowness was temporary.
 _FORGET = 0.98
+# Bytes in a second that copies from the host cache are expected to reach, with their checksums, on any machine.
+_EXPECTED_RATE = 2e9
 
 
 @dataclass
@@ -23,21 +27,30 @@ class Copies:
     def __len__(self) -> int:
         return len(self.saved) + len(self.restored)
 
-    def words(self) -> list[int]:
+    def words(self) -> np.ndarray:
         """The words of the plan's section COPIES."""
-        words = [len(self.saved)]
-        for copies in (self.saved, self.restored):
-            for span, (host, key) in copies.items():
-                words += (span, host, *(int.from_bytes(key[i : i + 4], "little", signed=True) for i in (0, 4, 8, 12)))
+        words = np.empty(1 + 6 * len(self), "<i4")
+        words[0], table = len(self.saved), words[1:].reshape(-1, 6)
+        table[:, 0] = [*self.saved, *self.restored]
+        places = [*self.saved.values(), *self.restored.values()]
+        table[:, 1] = [host for host, _ in places]
+        table[:, 2:] = np.frombuffer(b"".join([key for _, key in places]), "<i4").reshape(-1, 4)
         return words
 
 
 class CopyCosts:
     """Measured costs in seconds: copy, of restoring a span; row, of computing a row. 0: unknown."""
 
-    def __init__(self, span_size: int):
+    def __init__(self, span_size: int, span_bytes: int = 0):
+        """span_bytes: 0: unknown."""
         self._span_size = span_size
+        self._expected = span_bytes / _EXPECTED_RATE
         self.copy = self.row = 0.0
+
+    @property
+    def expected_copy(self) -> float:
+        """As `copy`; before that is measured, what it will hardly exceed. 0: unknown."""
+        return self.copy or self._expected
 
     def learn(self, rows: int, seconds: float, copies: int, copy_seconds: float) -> None:
         """Records a step with `rows` rows, whose time `seconds` includes its copies' time."""
@@ -61,12 +74,13 @@ class HostCache:
     spans at once, does not delay the next step. copies: the copies of the step that is being planned.
     """
 
-    def __init__(self, spans: int, span_size: int, held: Mapping[bytes, int] | None = None, lasting: bool = False):
+    def __init__(self, spans: int, span_size: int, held: Mapping[bytes, int] | None = None, lasting: bool = False,
+                 span_bytes: int = 0):
         """spans: its capacity. held: the spans that it already holds, by key. lasting: it outlives this process, so
-        spans are saved as soon as they are computed.
+        spans are saved as soon as they are computed. span_bytes: of a span on one rank; 0: unknown.
         """
         self.spans, self.lasting = spans, lasting
-        self.costs = CopyCosts(span_size)
+        self.costs = CopyCosts(span_size, span_bytes)
         self.copies = Copies()
         self._host_of: OrderedDict[bytes, int] = OrderedDict(held or {})
         taken = set(self._host_of.values())
@@ -80,6 +94,11 @@ class HostCache:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._host_of or key in self._span_of
+
+    def holds(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key, whether it is here."""
+        saved, unsaved = self._host_of, self._span_of
+        return [key in saved or key in unsaved for key in keys]
 
     def computed(self, key: bytes, span: int) -> None:
         """Called when a span was computed and is in the cache."""
@@ -100,18 +119,34 @@ class HostCache:
             for span in spans:
                 self._save_evicted(span)
 
-    def restore(self, key: bytes, span: int) -> bool:
-        """Plans a copy of the key's content to this span. Returns False if the host cache no longer holds it."""
-        if key in self._span_of:
-            self._save_evicted(self._span_of[key])
-        self._save_evicted(span)
-        host = self._host_of.get(key)
-        if host is None:
-            return False
-        self._host_of.move_to_end(key)
-        self._busy.add(host)
-        self.copies.restored[span] = (host, key)
-        return True
+    def restore(self, keys: Sequence[bytes], spans: Sequence[int]) -> int:
+        """Plans copies of the keys' content to these spans, in order. Returns their number, which is less if the host
+        cache no longer holds the next one.
+        """
+        count = 0
+        evicted: list[int] = []
+        if self._unsaved:
+            evicted = [index for index, (key, span) in enumerate(zip(keys, spans))
+                       if key in self._span_of or span in self._unsaved]
+        for index in evicted:   # saving what is evicted may evict what would be restored next
+            count += self._restore(keys[count:index], spans[count:index])
+            if count < index:
+                return count
+            if keys[index] in self._span_of:
+                self._save_evicted(self._span_of[keys[index]])
+            self._save_evicted(spans[index])
+        return count + self._restore(keys[count:], spans[count:])
+
+    def _restore(self, keys: Sequence[bytes], spans: Sequence[int]) -> int:
+        found = list(map(self._host_of.get, keys))
+        if None in found:
+            keys = keys[: found.index(None)]
+        hosts = [self._host_of[key] for key in keys]
+        for key in keys:
+            self._host_of.move_to_end(key)
+        self._busy.update(hosts)
+        self.copies.restored.update(zip(spans, zip(hosts, keys)))
+        return len(keys)
 
     def save(self, key: bytes, span: int | None) -> None:
         """Plans a copy of the key's content to the host cache, unless it is there. span: the one in the cache; None if

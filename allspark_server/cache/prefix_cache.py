@@ -42,23 +42,24 @@ class PrefixCache:
         """The span with this key, or None. Takes no reference: call `SpanPool.acquire` next."""
         return self._span_of.get(key)
 
+    def find_all(self, keys: Sequence[bytes], group: int = 0) -> list[int | None]:
+        """The span of each key in a cache group, or None. keys: of the first group."""
+        return list(map(self._span_of.get, keys if not group else [in_group(key, group) for key in keys]))
+
     def key_of(self, span: int) -> bytes | None:
         """The key of a span, or None if it has none."""
         return self._key_of.get(span)
 
-    def match(self, keys: Sequence[bytes], groups: SpanGroups, restored: bool = False) -> int:
+    def match(self, keys: Sequence[bytes], groups: SpanGroups, restored: bool = False, known: int = 0) -> int:
         """The number of spans at the start of the chain that need not be computed.
 
         In each cache group, all of those spans that later rows attend to are in the cache. restored: or in the host
-        cache.
+        cache. known: what it is at least.
         """
         self.expire()
         length, windowed = len(keys), groups.windowed
         for group in range(len(groups.windows) - len(windowed)):
-            at = 0
-            while at < length and self.known(in_group(keys[at], group), restored):
-                at += 1
-            length = at
+            length = known + self._count_known(keys[known:length], group, restored)
         # The spans that a window sees before the end must be known. If one is not, the end moves before it.
         begin = length
         while windowed and length > 0:
@@ -70,6 +71,18 @@ class PrefixCache:
                 break
             length = begin = begin - 1
         return length
+
+    def _count_known(self, keys: Sequence[bytes], group: int, restored: bool) -> int:
+        """How many keys of a chain the cache knows before the first one that it does not know."""
+        found = self.find_all(keys, group)
+        if None not in found:
+            return len(found)
+        count = found.index(None)
+        if not restored or self.host_cache is None:
+            return count
+        rest = keys[count:] if not group else [in_group(key, group) for key in keys[count:]]
+        known = [span is not None or held for span, held in zip(found[count:], self.host_cache.holds(rest))]
+        return count + (known.index(False) if False in known else len(known))
 
     def match_state(self, keys: Sequence[bytes], length: int, groups: SpanGroups, restored: bool = False) -> int:
         """The number of spans, at most `length`, after which a checkpoint of the recurrent state is in the cache; 0 for
@@ -85,15 +98,18 @@ class PrefixCache:
         """
         return all(self.known(of_state(key, part), restored) for part in reversed(range(groups.state_spans)))
 
-    def enter(self, key: bytes, span: int, written: bool = True) -> None:
-        """Adds a fully computed span. A second span with the same key stays private to its sequence. written=False: the
-        step that is being planned writes it; the caller tells the host cache afterwards.
+    def enter(self, keys: Sequence[bytes], spans: Sequence[int], written: bool = True) -> None:
+        """Adds fully computed spans. A second span with the same key stays private to its sequence. written=False: the
+        step that is being planned writes them; the caller tells the host cache afterwards, unless it has them.
         """
-        if key not in self._span_of:
-            self._span_of[key] = span
-            self._key_of[span] = key
-            self._pool.keep(span)
-            if self.host_cache is not None and written:
+        if not self._span_of.keys().isdisjoint(keys):
+            new = [(key, span) for key, span in zip(keys, spans) if key not in self._span_of]
+            keys, spans = [key for key, _ in new], [span for _, span in new]
+        self._span_of.update(zip(keys, spans))
+        self._key_of.update(zip(spans, keys))
+        self._pool.keep(spans)
+        if self.host_cache is not None and written:
+            for key, span in zip(keys, spans):
                 self.host_cache.computed(key, span)
 
     def expire(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from typing import Protocol
+
+from ..runtime.native import native_library
 
 _DIGEST_SIZE = 16
 
@@ -57,7 +58,7 @@ class SpanKeys:
         self.span_size = span_size
         self._dynamic_rope_original = dynamic_rope_original
         self._long_rope_original = long_rope_original
-        self._pack = struct.Struct(f"<{span_size}i").pack
+        self._keys = native_library().span_keys
 
     @property
     def depends_on_history(self) -> bool:
@@ -71,13 +72,13 @@ class SpanKeys:
             length = 1
         return hashlib.blake2b(struct.pack("<q", length) + salt.encode(), digest_size=_DIGEST_SIZE).digest()
 
-    def extend(self, keys: list[bytes], root: bytes, tokens: Sequence[int], count: int, images: Images | None = None
+    def extend(self, keys: list[bytes], root: bytes, tokens: list[int], count: int, images: Images | None = None
                ) -> None:
         """Appends to `keys` (the chain of `tokens` so far) until it has `count` keys. `images`: those of the tokens."""
-        size = self.span_size
-        for index in range(len(keys), count):
-            parent = keys[-1] if keys else root
-            data = parent + self._pack(*tokens[index * size : (index + 1) * size])
-            if images is not None:
-                data += images.content(index * size, (index + 1) * size)
-            keys.append(hashlib.blake2b(data, digest_size=_DIGEST_SIZE).digest())
+        size, begin = self.span_size, len(keys)
+        if count <= begin:
+            return
+        shown = None
+        if images is not None:
+            shown = [images.content(index * size, (index + 1) * size) for index in range(begin, count)]
+        keys += self._keys(keys[-1] if keys else root, tokens, begin, count, size, shown)

@@ -34,6 +34,11 @@ class SpanPool:
         return len(self._free) + len(self._unreferenced)
 
     @property
+    def free(self) -> int:
+        """Of these, the number for which no kept span is evicted."""
+        return len(self._free)
+
+    @property
     def used(self) -> int:
         """The number of spans that sequences reference."""
         return self.num_spans - self.available
@@ -47,38 +52,41 @@ class SpanPool:
         """`count` spans with one reference each; None, without a change, if fewer are available."""
         if count > self.available:
             return None
-        spans = []
-        for _ in range(count):
-            if not self._free:
-                self._evict(next(iter(self._unreferenced)))
-            span = self._free.pop()
+        free = self._free
+        spans = free[: -count - 1 : -1]
+        del free[len(free) - len(spans) :]
+        while len(spans) < count:
+            self._evict(next(iter(self._unreferenced)))
+            spans.append(free.pop())
+        for span in spans:
             self._references[span] = 1
-            spans.append(span)
         return spans
 
     def acquire(self, spans: Iterable[int]) -> None:
         """Adds a reference to each span. The spans must be kept or referenced."""
+        references, unreferenced = self._references, self._unreferenced
         for span in spans:
-            if self._references[span] == 0:
-                del self._unreferenced[span]
-            self._references[span] += 1
+            if not references[span]:
+                del unreferenced[span]
+            references[span] += 1
 
     def release(self, spans: list[int], now: float) -> None:
         """Removes a reference from each span of a sequence. spans: in order of position.
 
         The last positions are released first, so that a chain of kept spans is evicted from its end.
         """
+        references, keep, unreferenced = self._references, self._keep, self._unreferenced
         for span in reversed(spans):
-            self._references[span] -= 1
-            if self._references[span] == 0:
-                if span in self._keep:
-                    self._unreferenced[span] = now
+            left = references[span] = references[span] - 1
+            if not left:
+                if span in keep:
+                    unreferenced[span] = now
                 else:
                     self._free.append(span)
 
-    def keep(self, span: int) -> None:
-        """From now on, keeps the span when no sequence references it."""
-        self._keep.add(span)
+    def keep(self, spans: Iterable[int]) -> None:
+        """From now on, keeps the spans when no sequence references them."""
+        self._keep.update(spans)
 
     def evict_older_than(self, time: float) -> int:
         """Frees the kept spans last used before `time`; returns how many."""

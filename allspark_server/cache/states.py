@@ -85,8 +85,7 @@ class StateCheckpoints:
         spans = self._pool.allocate(needed) or []
         if self._cache.host_cache is not None:
             self._cache.host_cache.before_writes(spans)
-        for part, span in enumerate(spans):
-            self._cache.enter(of_state(key, part), span, written=False)
+        self._cache.enter([of_state(key, part) for part in range(needed)], spans, written=False)
         self._copies.saved.append((slot, position, spans))
         self._held.append(spans)
 

@@ -26,6 +26,7 @@ from ..cache import SpanGroups, SpanKeys, scope
 from ..chat import ChatFormat, chat_format
 from ..chat.format import TAIL_IDS, opened_in, render, render_pair
 from ..guided import Guidance, Guide, ReasoningBudget, ReasoningTokens
+from ..runtime.native import native_library
 from ..runtime.plan import Flag, SamplingParams
 from ..scheduler import (
     NO_ADAPTER,
@@ -492,9 +493,11 @@ def _prompt_outputs(
 
 def check_ids(name: str, ids: list[int], vocab_size: int) -> None:
     """ValueError unless all ids are in the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        index, bad = next((i, v) for i, v in enumerate(ids) if not 0 <= v < vocab_size)
-        raise ValueError(f"{name}[{index}]={bad} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
+    if isinstance(ids, list) and native_library().ids_below(ids, vocab_size):
+        return
+    for index, bad in enumerate(ids):   # elements of other integer types may be right
+        if not 0 <= bad < vocab_size:
+            raise ValueError(f"{name}[{index}]={bad} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
 
 
 def length_limit(config: GenerateConfig, prompt_len: int, generated: int, info: ModelInfo) -> int:

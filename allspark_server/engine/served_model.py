@@ -82,7 +82,8 @@ class ServedModel:
             keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
                 self.host_cache = HostCache(
-                    info.host_spans, info.span_size, host_spans, bool(config.host_cache_dir))
+                    info.host_spans, info.span_size, host_spans, bool(config.host_cache_dir),
+                    info.cache_bytes // info.num_spans)
             prefix = PrefixCache(pool, keys, config.prefix_cache_ttl, host_cache=self.host_cache)
         chunk = min(config.engine_max_prefill_length or info.max_step_tokens, info.max_step_tokens)
         if info.whole_texts or (images is not None and images.together):

@@ -14,13 +14,13 @@ import hmac
 import os
 import struct
 import time
-from array import array
 from collections import deque
 
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.request import RequestSpec
 
 from ..access import Access
+from ..runtime.native import native_library
 
 _SECONDS, _SKEW = 3600, 300     # how long a ticket is valid, and by how much clocks of hosts may differ
 _BODY = struct.Struct("<B8sBQ")     # version, incarnation, deaths, Unix time
@@ -74,7 +74,7 @@ class Tickets:
 def _mac(key: bytes, body: bytes, spec: RequestSpec, request: pb.GenerateRequest) -> bytes:
     """Of the ticket, and of the request that it was given for."""
     digest = hashlib.blake2b(body, key=key, digest_size=_MAC_BYTES)
-    parts = (spec.tenant.encode(), spec.model.encode(), array("i", spec.input_ids or []).tobytes(),
+    parts = (spec.tenant.encode(), spec.model.encode(), native_library().id_bytes(spec.input_ids or []),
              request.config.SerializeToString(deterministic=True),
              request.chat_options.SerializeToString(deterministic=True))
     for part in parts:

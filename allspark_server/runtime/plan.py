@@ -40,6 +40,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .native import native_library
+
 #: The most drafts in one step: their rows have logits, which take memory.
 MAX_STEP_DRAFTS = 64
 #: The most prompt rows in one step with log probabilities or hidden states: they have logits too.
@@ -56,6 +58,7 @@ _SAMPLING = struct.Struct("<ififfffiiiIIiiii")
 _HEADER = struct.Struct("<Iiiiii")
 _COLUMNS = 8  # columns of the work table before the numbers of spans
 _MAX_GROUPS = 64
+_FEW = 64   # ids that Python packs faster than it finds the native library
 
 
 class Flag(enum.IntFlag):
@@ -333,6 +336,9 @@ def part_of_step(begin: int, end: int) -> bytes:
 def _ids(values: Sequence[int] | np.ndarray) -> bytes:
     if isinstance(values, np.ndarray):
         return values.astype("<i4", copy=False).tobytes()
+    if isinstance(values, list) and len(values) > _FEW:
+        packed: bytes = native_library().id_bytes(values)
+        return packed
     return struct.pack(f"<{len(values)}i", *values)
 
 

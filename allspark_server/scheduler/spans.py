@@ -23,8 +23,8 @@ from .pending_spans import PendingSpans
 from .sequence import Sequence, State
 
 # Seconds that copies from the host cache may delay a step, with running sequences and without; and the number of
-# copies in a step while the time of a copy is unknown.
-_PAUSE, _IDLE_PAUSE, _FIRST_COPIES = 0.01, 0.2, 16
+# copies that a step may have in any case.
+_PAUSE, _IDLE_PAUSE, _FEWEST_COPIES = 0.01, 0.2, 16
 
 # Short prompts may overtake a prompt that waits for spans if they use at most 1 / _OVERTAKING_PART of the cache.
 _OVERTAKING_PART = 8
@@ -104,8 +104,8 @@ class SequenceSpans:
         if self._states is not None:
             self._states.begin_step(running)
         if self.host_cache is not None:
-            seconds, pause = self.host_cache.costs.copy, _PAUSE if running else _IDLE_PAUSE
-            self._copies_left = max(_FIRST_COPIES, int(pause / seconds)) if seconds else _FIRST_COPIES
+            seconds, pause = self.host_cache.costs.expected_copy, _PAUSE if running else _IDLE_PAUSE
+            self._copies_left = max(_FEWEST_COPIES, int(pause / seconds)) if seconds else _FEWEST_COPIES
 
     def take(self, sequence: Sequence, spare: int) -> Taken:
         """Gives a sequence the spans of its whole history, or the first ones in groups with a window, if `spare` others
@@ -134,7 +134,7 @@ class SequenceSpans:
         if sum(self._missing(sequence)) + spare > self.pool.available:
             return self._too_few(sequence, next_key)
         if cache is not None and self.host_cache is not None and hit < full:
-            reach = cache.match_state(keys, cache.match(keys, self.groups, True), self.groups, True)
+            reach = cache.match_state(keys, cache.match(keys, self.groups, True, known), self.groups, True)
             wanted = reach > hit and (sequence.brought or self.host_cache.costs.worthwhile())
             if wanted and not self._restore(sequence, keys, reach):
                 return Taken.RESTORING
@@ -200,9 +200,9 @@ class SequenceSpans:
             return None
         begin, sequence.entered = sequence.entered, full
         self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full, sequence.images)
+        keys = sequence.keys[begin:full]
         for group, table in enumerate(sequence.spans):
-            for index in range(begin, full):
-                self.prefix_cache.enter(in_group(sequence.keys[index], group), table[index])
+            self.prefix_cache.enter([in_group(key, group) for key in keys] if group else keys, table[begin:full])
         return self.pending.arrived(sequence, begin, full) if sequence.announced > begin else []
 
     def release(self, sequence: Sequence) -> list[Sequence]:
@@ -301,21 +301,21 @@ class SequenceSpans:
         for group, begin in enumerate(sequence.passed_spans):
             found: list[Any] = []
             if self.prefix_cache is not None:
-                found = [self.prefix_cache.find(in_group(key, group)) for key in sequence.keys[begin:length]]
-            self.pool.acquire(span for span in found if span is not None)
+                found = self.prefix_cache.find_all(sequence.keys[begin:length], group)
+            self.pool.acquire(_present(found))
             sequence.spans.append([NO_SPAN] * begin + found)
         if self._states is not None and self.prefix_cache is not None and length:
             key = sequence.keys[length - 1]
             parts = range(self.groups.state_spans)
-            sequence.state_spans = [self.prefix_cache.find(of_state(key, part)) for part in parts]
-            self.pool.acquire(span for span in sequence.state_spans if span is not None)
+            sequence.state_spans = self.prefix_cache.find_all([of_state(key, part) for part in parts])
+            self.pool.acquire(_present(sequence.state_spans))
 
     def _let_go(self, sequence: Sequence) -> None:
         """Releases all spans of the sequence."""
-        self.pool.release([span for span in sequence.state_spans if span is not None], self._clock())
+        self.pool.release(_present(sequence.state_spans), self._clock())
         sequence.state_spans = []
         for table, begin in zip(sequence.spans, sequence.passed_spans):
-            self.pool.release([span for span in table[begin:] if span is not None], self._clock())
+            self.pool.release(_present(table[begin:]), self._clock())
         sequence.spans, sequence.passed_spans = [], []
 
     def _missing(self, sequence: Sequence) -> list[int]:
@@ -336,25 +336,50 @@ class SequenceSpans:
         assert self.prefix_cache is not None and self.host_cache is not None
         self._let_go(sequence)
         self._hold(sequence, length)
-        # index in the chain of spans, key, and place of each missing span; those of the state come last
-        wanted = [(index, in_group(keys[index], group), table, index) for group, table in enumerate(sequence.spans)
-                  for index, span in enumerate(table) if span is None]
-        wanted.sort(key=lambda each: each[0])
-        wanted += [(length, of_state(keys[length - 1], part), sequence.state_spans, part)
-                   for part, span in enumerate(sequence.state_spans) if span is None]
-        brought = set()
-        for index, key, table, place in wanted:
-            spans = self.pool.allocate(1) if self._copies_left > 0 else None
-            if spans is None or not self.host_cache.restore(key, spans[0]):
-                self.pool.release(spans or [], self._clock())
-                self._let_go(sequence)
-                break
-            self._copies_left -= 1
-            self.prefix_cache.enter(key, spans[0])  # it is read after the copy
-            table[place] = spans[0]
-            brought.add(index)
-        sequence.restored += len(brought - {length}) * self._size
+        # index in the chain of spans, cache group; those of the state come last
+        missing = [(index, group) for group, table in enumerate(sequence.spans)
+                   for index, span in enumerate(table) if span is None]
+        if len(sequence.spans) > 1:
+            missing.sort()
+        wanted = [in_group(keys[index], group) for index, group in missing]
+        parts = [part for part, span in enumerate(sequence.state_spans) if span is None]
+        wanted += [of_state(keys[length - 1], part) for part in parts]
+        spans = self._copy_back(wanted)
+        for (index, group), span in zip(missing, spans):
+            sequence.spans[group][index] = span
+        for part, span in zip(parts, spans[len(missing):]):
+            sequence.state_spans[part] = span
+        if len(spans) < len(wanted):
+            self._let_go(sequence)
+        sequence.restored += len({index for index, _ in missing[:len(spans)]}) * self._size
         if len(sequence.spans) == 0 and self._copies_left > 0:  # the host cache has lost some
             found = self.prefix_cache.match(keys, self.groups)
             self._hold(sequence, self.prefix_cache.match_state(keys, found, self.groups))
         return len(sequence.spans) > 0
+
+    def _copy_back(self, keys: list[bytes]) -> list[int]:
+        """Copies spans with these keys back from the host cache, up to the limit of a step. Returns the spans of the
+        first ones, with a reference each: fewer if the limit is reached, too few spans are free, or the host cache has
+        lost the next one.
+        """
+        assert self.prefix_cache is not None and self.host_cache is not None
+        copied: list[int] = []
+        while (left := min(len(keys) - len(copied), self._copies_left)) > 0:
+            # Those for which none must be evicted, at once; otherwise one: what it evicts goes to the host cache first.
+            spans = self.pool.allocate(min(left, max(1, self.pool.free)))
+            if spans is None:
+                break
+            some = keys[len(copied) : len(copied) + len(spans)]
+            count = self.host_cache.restore(some, spans)
+            self._copies_left -= count
+            self.prefix_cache.enter(some[:count], spans[:count], written=False)  # it is read after the copy
+            copied += spans[:count]
+            if count < len(spans):
+                self.pool.release(spans[count:], self._clock())
+                break
+        return copied
+
+
+def _present(spans: list[Any]) -> list[int]:
+    """The spans without those that are missing."""
+    return [span for span in spans if span is not None] if None in spans else spans

@@ -24,5 +24,6 @@ void bind_kernels(pybind11::module_& m);
 void bind_program(pybind11::module_& m);
 void bind_sampler(pybind11::module_& m);
 void bind_shared_memory(pybind11::module_& m);
+void bind_token_ids(pybind11::module_& m);
 
 }  // namespace as

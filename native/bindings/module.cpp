@@ -138,6 +138,7 @@ PYBIND11_MODULE(_native, m) {
       },
       py::arg("content"), "The checksum of the content of a span of a host cache.");
   as::bind_shared_memory(m);
+  as::bind_token_ids(m);
   as::bind_executor(m);
   as::bind_program(m);
   as::bind_sampler(m);

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from allspark_server.cache.host_cache import CopyCosts, HostCache
 from allspark_server.scheduler import State
+from allspark_server.scheduler.spans import SequenceSpans
 from support.fake_group import expected_output
 from support.scheduler_rig import Rig, output, prompt_of
 
@@ -127,13 +130,73 @@ def test_a_lasting_host_cache_has_what_was_computed():
     assert again.restored >= 80 and output(again) == expected_output(first.tokens[:88], 3)
 
 
+def test_copies_are_fast_until_they_are_measured():
+    rig = evicted()
+    rig.host_cache.costs = CopyCosts(4, span_bytes=1 << 20)
+    again = rig.add(prompt_of(600), 1)
+    rig.step()
+    assert again.state is State.ENDED and again.restored > 500  # 140 MiB are expected to take less than 0.2 s
+    rig = evicted()
+    rig.host_cache.costs = CopyCosts(4, span_bytes=1 << 20)
+    rig.add(prompt_of(4, seed=2), 60)
+    rig.step()
+    again = rig.add(prompt_of(600), 1)
+    rig.step()  # a stream waits for at most 10 ms
+    assert again.state is State.BLOCKED and 16 <= again.restored // 4 <= 19
+    rig.run()
+    assert again.prefix_len == 596
+
+
+def one_by_one(spans: SequenceSpans, keys: list[bytes]) -> list[int]:
+    """SequenceSpans._copy_back, without its short cuts."""
+    copied: list[int] = []
+    for key in keys:
+        span = spans.pool.allocate(1) if spans._copies_left > 0 else None
+        if span is None or not spans.host_cache.restore([key], span):
+            spans.pool.release(span or [], spans._clock())
+            break
+        spans._copies_left -= 1
+        spans.prefix_cache.enter([key], span)
+        copied += span
+    return copied
+
+
+def random_chats(seed: int) -> Rig:
+    """A rig after turns of chats that evict each other from a small cache."""
+    rng = random.Random(seed)
+    windows, state_spans = rng.choice([((0,), 0), ((0, 8), 0), ((0, 0), 0), ((0,), 3)])
+    rig = Rig(num_spans=rng.choice([40, 60, 100]), span_size=16 if state_spans else 4, max_batch=3,
+              host_spans=rng.choice([60, 90, 400]), depth=rng.choice([1, 2]), lasting=rng.random() < 0.5,
+              windows=windows, state_spans=state_spans, max_step_tokens=128, max_chunk=128)
+    if rng.random() < 0.5:  # otherwise few copies a step
+        rig.host_cache.costs.copy = 1e-4
+    chats = [rng.choices(range(50), k=rng.choice([60, 110])) for _ in range(4)]
+    for _turn in range(25):
+        rig.add([*rng.choice(chats), *rng.choices(range(50), k=9)], rng.choice([1, 5]))
+        for _ in range(rng.choice([0, 3, 500])):
+            if rig.scheduler.has_work or rig.running:
+                rig.step()
+        rig.clock.now += rng.choice([0, 1, 200])
+    rig.run()
+    return rig
+
+
+def test_many_spans_come_back_as_one_after_the_other(monkeypatch):
+    """The plans are the same to the last word: which spans are taken, saved, evicted and restored, in which order."""
+    rigs = [random_chats(seed) for seed in range(16)]
+    assert sum(rig.scheduler.counters.restored_spans for rig in rigs) > 500
+    monkeypatch.setattr(SequenceSpans, "_copy_back", one_by_one)
+    for seed, rig in enumerate(rigs):
+        assert rig.executor.plans == random_chats(seed).executor.plans
+
+
 def test_the_least_recently_used_go_first():
     host_cache = HostCache(2, 4)
     for span, key in enumerate((b"a" * 16, b"b" * 16)):
         host_cache.evicted(key, span)
     host_cache.before_writes([0, 1])
     assert len(host_cache.take_copies().saved) == 2
-    assert host_cache.restore(b"a" * 16, 0)
+    assert host_cache.restore([b"a" * 16], [0]) == 1
     host_cache.evicted(b"c" * 16, 2)
     host_cache.before_writes([2])
     copies = host_cache.take_copies()
@@ -186,7 +249,7 @@ def test_a_cache_that_is_lost_takes_what_was_not_copied_along():
     host_cache.evicted(keys[1], 11)  # not copied yet
     host_cache.evicted(keys[2], 12)
     host_cache.before_writes([12])  # to be copied with the next step
-    assert host_cache.restore(keys[0], 13)
+    assert host_cache.restore([keys[0]], [13]) == 1
     host_cache.cache_is_lost()
     assert [key in host_cache for key in keys] == [True, False, False, False,
                                                    False] and host_cache.take_copies() is None
@@ -212,7 +275,7 @@ def test_spans_are_reserved_for_content_from_elsewhere():
     host_cache.commit([1, 0], {1: keys[3], 0: keys[4]})  # another request has brought the same meanwhile
     assert [host_cache.host_span(key) for key in keys] == [None, None, None, 3, 0, None]
     host_cache.save(keys[5], 20)
-    assert host_cache.host_span(keys[5]) in (1, 2) and host_cache.restore(keys[3], 21)
+    assert host_cache.host_span(keys[5]) in (1, 2) and host_cache.restore([keys[3]], [21]) == 1
     # What the planned step uses is not reserved.
     host_cache.save(keys[2], 22)
     assert len(host_cache.reserve(9, ())) == 1 and host_cache.host_span(keys[4]) is None

@@ -434,7 +434,8 @@ def test_token_ids_by_torch():
         ([[]], ValueError, "empty"),
         (np.array([], np.int64), ValueError, "empty"),
         ([1, -1], ValueError, r"input_ids\[1\]=-1 is negative"),
-        ([2**31], ValueError, "beyond 32 bits"),
+        ([2**31], ValueError, r"input_ids\[0\]=2147483648 is beyond 32 bits"),
+        ([-(2**31) - 1], ValueError, "negative"),
         ([2**70], ValueError, "beyond 64 bits"),
         ([1, True], TypeError, r"input_ids\[1\] must be an int, not bool"),
         ([1.0], TypeError, "float"),
@@ -453,6 +454,11 @@ def test_token_ids_by_torch():
 def test_bad_token_ids(ids, error, text):
     with pytest.raises(error, match=text):
         a.as_token_ids(ids)
+
+
+def test_a_list_of_ids_is_copied():
+    ids = [3, 0, 2**31 - 1]
+    assert a.as_token_ids(ids) == ids and a.as_token_ids(ids) is not ids
 
 
 # --- protobuf ---

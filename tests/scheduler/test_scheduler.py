@@ -75,8 +75,8 @@ def test_pool_counts_references_and_evicts_the_least_recently_used():
     pool.set_evict_listener(forgotten.append)
     a, b, _c = pool.allocate(3)
     assert pool.allocate(1) is None and pool.used == 3
-    pool.keep(a)
-    pool.keep(b)
+    pool.keep([a])
+    pool.keep([b])
     pool.acquire([a])
     pool.release([a], 1.0)
     assert pool.available == 0  # one reference is left
