@@ -25,6 +25,11 @@ size_t content_bytes(const std::vector<size_t>& pieces) {
 
 size_t span_bytes(const std::vector<size_t>& pieces) { return rounded(content_bytes(pieces), 64); }
 
+[[noreturn]] void fail_other(int span) {
+  throw std::runtime_error("span " + std::to_string(span) +
+                           " of the prefix cache's second tier differs from what was saved");
+}
+
 }  // namespace
 
 size_t SpanRecords::bytes_for(const std::vector<size_t>& pieces, int spans) {
@@ -63,16 +68,24 @@ void SpanRecords::forget(int span) const {
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
-void SpanRecords::seal(int span, const SpanKey& key) const {
-  entries_[span].checksum = checksum(span);
+void SpanRecords::seal(int span, const SpanKey& key, uint64_t checksum) const {
+  entries_[span].checksum = checksum;
   std::atomic_signal_fence(std::memory_order_seq_cst);
   entries_[span].key = key;
 }
 
+void SpanRecords::save_copy(int span, const SpanKey& key, const char* from) const {
+  forget(span);
+  seal(span, key, copy_row_hash(data_ + (size_t)span * stride_, from, bytes_, 0));
+}
+
 void SpanRecords::check(int span, const SpanKey& key) const {
-  if (entries_[span].key != key || entries_[span].checksum != checksum(span))
-    throw std::runtime_error("span " + std::to_string(span) +
-                             " of the prefix cache's second tier differs from what was saved");
+  if (entries_[span].key != key || entries_[span].checksum != checksum(span)) fail_other(span);
+}
+
+void SpanRecords::read(int span, const SpanKey& key, char* to) const {
+  const uint64_t copied = copy_row_hash(to, data_ + (size_t)span * stride_, bytes_, 0);
+  if (entries_[span].key != key || entries_[span].checksum != copied) fail_other(span);
 }
 
 bool SpanRecords::forget_damaged(int span) const {

@@ -34,10 +34,15 @@ class SpanRecords {
   void save(int span, const SpanKey& key, const Write& write) const {
     forget(span);
     write();
-    seal(span, key);
+    seal(span, key, checksum(span));
   }
+  // The same for adjacent pieces, which are copied from here.
+  void save_copy(int span, const SpanKey& key, const char* from) const;
   // Throws std::runtime_error unless the span's key and content are what was saved.
   void check(int span, const SpanKey& key) const;
+  // Copies the span's pieces, one after the other. Throws std::runtime_error, after having written there, unless the
+  // key and what was copied are what was saved.
+  void read(int span, const SpanKey& key, char* to) const;
   // Forgets the span if its content differs from what was saved. Returns whether it did.
   bool forget_damaged(int span) const;
   // The spans that have a key.
@@ -50,7 +55,7 @@ class SpanRecords {
   };
   void place(char* begin);
   void forget(int span) const;
-  void seal(int span, const SpanKey& key) const;
+  void seal(int span, const SpanKey& key, uint64_t checksum) const;
   uint64_t checksum(int span) const;
 
   const std::vector<size_t> pieces_;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <numeric>
 #include <stdexcept>
 
@@ -23,8 +22,8 @@ void check_spans(int spans) {
 // Copies of a step: each span of the caches and of the host cache is filled at most once.
 size_t most_copies(int cache_spans, int spans) { return (size_t)spans + cache_spans; }
 
-// Spans of one of the four parts of a file's buffer: enough for all threads of share_work(), and to keep the link busy;
-// at most 64 MiB.
+// Spans of one of the four parts of a file's buffer: enough for all threads of fill_and_send(), and to keep the link
+// busy; at most 64 MiB.
 int spans_of_chunk(const std::vector<SpanRange>& ranges, int spans) {
   constexpr size_t kBytes = 64 << 20, kMost = 128;
   return (int)std::clamp<size_t>(kBytes / std::max<size_t>(1, span_bytes(ranges)), 1, std::min<size_t>(spans, kMost));
@@ -54,7 +53,7 @@ std::vector<size_t> span_pieces(const std::vector<SpanRange>& ranges) {
   return pieces;
 }
 
-SpanQueue::SpanQueue(const Device& device, const std::vector<SpanRange>& ranges, int spans, size_t most)
+SpanQueue::SpanQueue(const Device& device, const std::vector<SpanRange>& ranges, int spans, size_t most, int marks)
     : device_(device), ranges_((int)ranges.size()), span_bytes_(cuda::span_bytes(ranges)) {
   device.use();
   memory_ = Memory(spans * span_bytes_, "the host cache", Memory::Where::host);
@@ -71,11 +70,21 @@ SpanQueue::SpanQueue(const Device& device, const std::vector<SpanRange>& ranges,
     check(cudaEventCreate(&turn.began), "making an event"), check(cudaEventCreate(&turn.ended), "making an event");
   }
   copies_ = Memory(most * sizeof(SpanPair), "copies of spans");
+  marks_.resize(marks);
+  for (cudaEvent_t& mark : marks_) check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "making an event");
 }
 
 SpanQueue::~SpanQueue() {
   cudaStreamSynchronize(device_.stream());
   for (Turn& turn : turns_) cudaEventDestroy(turn.began), cudaEventDestroy(turn.ended);
+  for (const cudaEvent_t mark : marks_) cudaEventDestroy(mark);
+}
+
+bool SpanQueue::done(int mark) const {
+  const cudaError_t result = cudaEventQuery(marks_[mark]);
+  if (result == cudaErrorNotReady) return false;
+  check(result, "copying spans");
+  return true;
 }
 
 double SpanQueue::finish() {
@@ -98,7 +107,7 @@ void SpanQueue::end() {
   under_way_++;
 }
 
-void SpanQueue::add(const std::vector<SpanPair>& pairs, bool saves) {
+void SpanQueue::add(const std::vector<SpanPair>& pairs, bool saves, int mark) {
   if (pairs.empty()) return;
   SpanPair* from = turns_[1 - turn_].pairs.as<SpanPair>() + queued_;
   std::copy(pairs.begin(), pairs.end(), from);
@@ -107,6 +116,7 @@ void SpanQueue::add(const std::vector<SpanPair>& pairs, bool saves) {
         "copying spans");
   copy_spans(parts_.as<SpanPart>(), ranges_, largest_, to, (int)pairs.size(), saves, device_.queue());
   queued_ += pairs.size();
+  if (mark >= 0) check(cudaEventRecord(marks_[mark], device_.stream()), "copying spans");
 }
 
 HostSpans::HostSpans(const Device& device, const std::vector<SpanRange>& ranges, int cache_spans, int spans)
@@ -132,7 +142,7 @@ FileSpans::FileSpans(const Device& device, const std::vector<SpanRange>& ranges,
     : records_(span_pieces(ranges), (check_spans(spans), spans), file, offset),
       span_bytes_(cuda::span_bytes(ranges)),
       chunk_(spans_of_chunk(ranges, spans)),
-      queue_(device, ranges, 4 * chunk_, most_copies(cache_spans, spans)) {}
+      queue_(device, ranges, 4 * chunk_, most_copies(cache_spans, spans), 2 * kRooms) {}
 
 template <typename Work>
 void FileSpans::share(int count, const Work& work) const {
@@ -160,13 +170,7 @@ void FileSpans::write(int turn) {
   std::vector<SpanCopy>& saved = turns_[turn].saved;
   share((int)saved.size(), [&](int begin, int end) {
     for (int i = begin; i < end; i++)
-      records_.save(saved[i].host, saved[i].key, [&] {
-        const char* from = queue_.span(buffered(turn, saves, i));
-        records_.each_piece(saved[i].host, [&](int, char* at, size_t bytes) {
-          std::memcpy(at, from, bytes);
-          from += bytes;
-        });
-      });
+      records_.save_copy(saved[i].host, saved[i].key, queue_.span(buffered(turn, saves, i)));
   });
   saved.clear();
 }
@@ -191,39 +195,39 @@ void FileSpans::copy(const std::vector<SpanCopy>& saved, const std::vector<SpanC
 
 void FileSpans::queue(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) {
   const Watch watch(turns_[turn_].seconds);
-  const auto each_chunk = [&](const std::vector<SpanCopy>& copies, const auto& f) {
-    for (size_t i = 0; i < copies.size(); i += chunk_)
-      f(std::vector<SpanCopy>(copies.begin() + i, copies.begin() + std::min(copies.size(), i + chunk_)), i > 0);
-  };
   queue_.begin();
-  each_chunk(saved, [&](std::vector<SpanCopy> chunk, bool later) {
-    if (later) write_all();  // makes room
+  for (size_t begin = 0; begin < saved.size(); begin += chunk_) {
+    if (begin) write_all();  // makes room
+    const std::vector<SpanCopy> chunk(saved.begin() + begin, saved.begin() + std::min(saved.size(), begin + chunk_));
     std::vector<SpanPair> pairs;
     for (size_t i = 0; i < chunk.size(); i++) pairs.push_back({chunk[i].span, buffered(turn_, saves, i)});
-    turns_[turn_].saved = std::move(chunk);
+    turns_[turn_].saved = chunk;
     queue_.add(pairs, true);
-  });
-  each_chunk(restored, [&](const std::vector<SpanCopy>& chunk, bool later) {
-    if (later) queue_.wait();  // the buffer is still read
-    std::vector<SpanPair> pairs;
-    for (size_t i = 0; i < chunk.size(); i++) {
-      const int unwritten = find_unwritten(chunk[i]);
-      pairs.push_back({chunk[i].span, unwritten >= 0 ? unwritten : buffered(turn_, restores, i)});
-    }
-    share((int)chunk.size(), [&](int begin, int end) {
-      for (int i = begin; i < end; i++) {
-        if (pairs[i].host != buffered(turn_, restores, i)) continue;
-        records_.check(chunk[i].host, chunk[i].key);
-        char* to = queue_.span(pairs[i].host);
-        records_.each_piece(chunk[i].host, [&](int, const char* at, size_t bytes) {
-          std::memcpy(to, at, bytes);
-          to += bytes;
-        });
-      }
-    });
-    queue_.add(pairs, false);
-  });
+  }
+  restore(restored);
   queue_.end();
+}
+
+// Threads read and check spans in groups, while those that were read before are copied to the GPU.
+void FileSpans::restore(const std::vector<SpanCopy>& restored) {
+  if (restored.empty()) return;
+  const int group = std::max(1, chunk_ / kRooms), rooms = chunk_ / group, count = (int)restored.size();
+  std::vector<SpanPair> pairs;
+  for (int i = 0; i < count; i++) {
+    const int unwritten = find_unwritten(restored[i]);
+    pairs.push_back({restored[i].span, unwritten >= 0 ? unwritten : buffered(turn_, restores, i % (group * rooms))});
+  }
+  fill_and_send(
+      count, group, rooms, host_threads(count, count * span_bytes_),
+      [&](int i) {
+        const int place = buffered(turn_, restores, i % (group * rooms));
+        if (pairs[i].host == place) records_.read(restored[i].host, restored[i].key, queue_.span(place));
+      },
+      [&](int g) {
+        const auto begin = pairs.begin() + g * group, end = pairs.begin() + std::min(count, (g + 1) * group);
+        queue_.add({begin, end}, false, g % rooms);
+      },
+      [&](int g) { return queue_.done(g % rooms); });
 }
 
 double FileSpans::finish() {

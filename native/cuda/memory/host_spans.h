@@ -14,16 +14,19 @@ namespace as::cuda {
 // Queues copies between the caches and spans of pinned memory. One step may still be copied when the next is queued.
 class SpanQueue {
  public:
-  // ranges: of the caches. spans: of the pinned memory. most: copies of a step. The device and the caches must outlive
-  // this.
-  SpanQueue(const Device& device, const std::vector<SpanRange>& ranges, int spans, size_t most);
+  // ranges: of the caches. spans: of the pinned memory. most: copies of a step. marks: see add(). The device and the
+  // caches must outlive this.
+  SpanQueue(const Device& device, const std::vector<SpanRange>& ranges, int spans, size_t most, int marks = 0);
   ~SpanQueue();
 
   char* span(int index) const { return memory_.as() + index * span_bytes_; }
-  // A step: begin(), any number of add(), end(). Pairs name spans of the pinned memory.
+  // A step: begin(), any number of add(), end(). Pairs name spans of the pinned memory. mark: the number of a mark, for
+  // done(); -1: none.
   void begin();
-  void add(const std::vector<SpanPair>& pairs, bool saves);
+  void add(const std::vector<SpanPair>& pairs, bool saves, int mark = -1);
   void end();
+  // Whether what was added last with this mark, and all that was added before, is copied.
+  bool done(int mark) const;
   void wait() const { device_.wait(); }
   // Waits for the oldest step that is not finished, and returns the seconds that its copies took.
   double finish();
@@ -39,6 +42,7 @@ class SpanQueue {
   size_t largest_ = 0;  // bytes of the largest range's part of a span
   Memory memory_, parts_, copies_;
   Turn turns_[2];
+  std::vector<cudaEvent_t> marks_;
   int turn_ = 0, under_way_ = 0;  // the latest step's; steps that are not finished
   size_t queued_ = 0;             // copies of the step that is being queued
 };
@@ -80,10 +84,12 @@ class FileSpans : public SpanStore {
     double seconds = 0;
   };
   enum Use { saves, restores };
+  static constexpr int kRooms = 4;  // groups of spans in a part of the buffer, for fill_and_send()
   // Each step in turn has a part of the buffer for its saves and one for its restores.
   int buffered(int turn, Use use, size_t index) const { return (2 * turn + use) * chunk_ + (int)index; }
   int find_unwritten(const SpanCopy& copy) const;  // a span of the buffer, or -1
   void queue(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored);
+  void restore(const std::vector<SpanCopy>& restored);
   void write(int turn);
   void write_all();
   template <typename Work>
