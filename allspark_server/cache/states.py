@@ -66,6 +66,11 @@ class StateCheckpoints:
         else:
             self._wanted.append(wanted)
 
+    @property
+    def wants_copies(self) -> bool:
+        """Whether the next step saves a state, or the host cache has not heard of one that was saved."""
+        return bool(self._wanted) or (self._cache.host_cache is not None and bool(self._unknown))
+
     def begin_step(self, spare: int) -> None:
         """Begins planning a step: plans the copies that are wanted, as far as `spare` spans stay free."""
         if self._cache.host_cache is not None:

@@ -217,6 +217,14 @@ class SequenceSpans:
         """The copies between cache and host cache that the planned step makes."""
         return self.host_cache.take_copies() if self.host_cache is not None else None
 
+    @property
+    def wants_copies(self) -> bool:
+        """Whether a step without rows would have copies. It is worth while if no other step follows: the next request's
+        first step would make them, and its first token would wait for them.
+        """
+        return (self.host_cache is not None and len(self.host_cache.copies) > 0) or (
+            self._states is not None and self._states.wants_copies)
+
     def lacking(self, keys: list[bytes]) -> tuple[int, list[bytes]]:
         """How many positions at the beginning of a prompt both caches hold, and the keys of the spans that they lack to
         hold all of it. keys: the prompt's chain.

@@ -78,8 +78,8 @@ class SchedulerState:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is any sequence to plan for."""
-        return bool(self.active or self._restoring) or self.queue.waiting > 0
+        """Whether there is anything to plan: sequences, or copies that the last ones have left."""
+        return bool(self.active or self._restoring) or self.queue.waiting > 0 or self._spans.wants_copies
 
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue."""

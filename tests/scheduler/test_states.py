@@ -43,18 +43,38 @@ def rig_of(**fields) -> Rig:
 def test_a_prompt_and_its_answer_leave_a_state_each():
     rig = rig_of()
     first = rig.add(ids(150), 60)
-    assert moves(rig) == [([(0, 128)], [])]  # that of the end waits for the next step
+    assert moves(rig) == [([(0, 128)], []), ([(0, 192)], [])]
+    assert not rig.executor.plans[-1].work  # that of the end has a step of its own, as no other one follows
     rig.add([*first.tokens, *ids(10, 1)], 1)
-    assert moves(rig) == [([(0, 192)], [(0, 192)])]
+    assert moves(rig) == [([], [(0, 192)])]
+
+
+def test_the_host_cache_gets_all_before_the_next_request():
+    rig = rig_of(host_spans=100, lasting=True)
+    first = rig.add(ids(150), 60)
+    rig.run()
+    assert rig.scheduler.counters.saved_spans == 13 + 2 * 3 and not rig.scheduler.has_work
+    before = len(rig.executor.plans)
+    rig.add([*first.tokens, *ids(10, 1)], 5)
+    rig.step()
+    assert [kind for kind, _ in rig.executor.plans[before].sections] == [STATES]
+    rig.run()
+
+
+def test_states_without_a_host_cache_make_no_empty_steps():
+    rig = rig_of()
+    rig.add(ids(150), 60)
+    rig.run()
+    assert rig.scheduler.has_work is False and rig.step() is None
 
 
 def test_a_state_that_lies_beyond_the_tokens_is_not_kept():
     """Steps are planned before it is known that a sequence has ended: they may advance its state."""
     rig = rig_of(depth=2)
     rig.add(ids(100), 28)  # it ends with 127 positions computed, 128 with the step that was already planned
-    rig.run()
+    found = moves(rig)
     rig.add(ids(90, 1), 1)
-    assert (0, 128) not in [copy for saved, _ in moves(rig) for copy in saved]
+    assert (0, 128) not in [copy for saved, _ in found + moves(rig) for copy in saved]
 
 
 def test_a_prompt_of_whole_chunks_cannot_use_the_state_of_its_end():
