@@ -14,6 +14,8 @@ from support.gpu_toys import EXACT, SEED, VOCAB, compare, compiled, embedded, lo
 from support.recurrent_toys import SHAPES, SSD_SHAPES, recurrent_model, with_conv, with_delta, with_ssd
 
 pytestmark = pytest.mark.cuda
+# Sums of products in three parts, which tensor cores round towards zero: up to 1.3 of EXACT in 6 runs of all shapes.
+IN_PARTS = 2.5 * EXACT
 
 
 @pytest.mark.parametrize("taps, bias, activated", [(1, False, True), (2, True, False), (4, False, True),
@@ -30,7 +32,7 @@ def test_causal_conv(channels, taps, bias, activated):
 def test_gated_delta(shape, rate):
     own = toy()
     own.finish(with_delta(own, embedded(own, 31), *shape, False, rate))
-    compare(own)
+    compare(own, IN_PARTS)
 
 
 @pytest.mark.parametrize("rate, limits", [(-3.0, {}), (0.0, {"least_step": 0.3, "most_step": 0.9}), (4.0, {})])
@@ -38,7 +40,7 @@ def test_gated_delta(shape, rate):
 def test_ssd(shape, rate, limits):
     own = toy()
     own.finish(with_ssd(own, embedded(own, 31), *shape, rate, **limits))
-    compare(own)
+    compare(own, IN_PARTS)
 
 
 @pytest.mark.parametrize("width", [1, 33, 640])

@@ -1,8 +1,8 @@
 // What the kernels of the gated delta rule share, and those of Mamba2's selective state space, which is that rule
-// without a system to solve: B is the key, C the query, and a row's delta is dt x (docs/decisions/recurrent.md). All
-// sums are of FMA products in float32 in one order, whatever kernel forms them: over the key's channels, and over the
-// rows since the last multiple of 64, both ascending. The values of a head are independent, so CTAs may take any part
-// of them.
+// without a system to solve: B is the key, C the query, and a row's delta is dt x (docs/decisions/recurrent.md). Sums
+// have one order, whatever kernel forms them: over the key's channels, and over the rows since the last multiple of 64,
+// both ascending, by tensor cores in steps of 8 (tf32.cuh); but what a key takes from rows of its own 16 is of FMA
+// products, one after the other. The values of a head are independent, so CTAs may take any part of them.
 #pragma once
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/recurrent/recurrent.h"
@@ -17,7 +17,7 @@ struct DeltaArgs {
   GatedDelta p;
   int group, width;      // value heads of a key head; columns of x
   int q_at, k_at, v_at;  // columns of x at which queries, keys and values begin
-  int padded, stride;    // key dim in shared memory: with zeros up to a multiple of 4; floats of a row
+  int padded, stride;    // key dim in shared memory: with zeros up to a multiple of 8; floats of a row
   bool aligned;          // heads begin at multiples of 16 bytes
   double* totals;        // [rows, heads], of long items: decays since the chunk's begin
   // [rows, heads]: factors of a row's values; [rows, key heads, keys and queries, 64]: products with the chunk's keys
@@ -62,36 +62,51 @@ __device__ inline float beta_of(const GatedDelta& p, const float* gates, int hea
   return 1.0f / (1.0f + expf(-gates[p.shape.heads + head]));
 }
 
-// A warp divides a head by its length. to: with zeros up to `padded`; also: null, or another place without padding.
-__device__ inline void normalize(const float* x, int n, int padded, float scale, float* to, float* also) {
-  const int lane = threadIdx.x % 32;
-  float sum = 0;
-  for (int c = lane; c < n; c += 32) sum = fmaf(x[c], x[c], sum);
-  const float factor = __fdiv_rn(scale, sqrtf(warp_sum(sum) + kLengthEps));
-  for (int c = lane; c < padded; c += 32) {
-    const float value = c < n ? __fmul_rn(x[c], factor) : 0.0f;
-    to[c] = value;
-    if (also && c < n) also[c] = value;
-  }
-}
+// A head of a key or query in a warp's registers, with zeros behind its n channels.
+struct LoadedHead {
+  float x[kMostKeyDim / 32];
 
-// A warp copies a head, with zeros up to `padded`; of the delta rule, it is divided by its length, and `also` gets it.
+  __device__ void load(const float* from, int n) {
+#pragma unroll
+    for (int u = 0; u < kMostKeyDim / 32; u++) {
+      const int c = threadIdx.x % 32 + 32 * u;
+      x[u] = c < n ? from[c] : 0.0f;
+    }
+  }
+  // Divides it by its length, and multiplies it by `scale`.
+  __device__ void normalize(float scale, int n) {
+    float sum = 0;
+#pragma unroll
+    for (int u = 0; u < kMostKeyDim / 32; u++)
+      if ((int)threadIdx.x % 32 + 32 * u < n) sum = fmaf(x[u], x[u], sum);
+    const float factor = __fdiv_rn(scale, sqrtf(warp_sum(sum) + kLengthEps));
+#pragma unroll
+    for (int u = 0; u < kMostKeyDim / 32; u++) x[u] = __fmul_rn(x[u], factor);
+  }
+  __device__ void store(float* to, int count) const {
+#pragma unroll
+    for (int u = 0; u < kMostKeyDim / 32; u++)
+      if (const int c = threadIdx.x % 32 + 32 * u; c < count) to[c] = x[u];
+  }
+};
+
+// A warp copies a head, with zeros up to `padded`; of the delta rule, it is divided by its length.
 template <bool kDelta>
-__device__ void take_head(float* x, int n, int padded, float scale, float* to, bool in_place) {
-  if constexpr (kDelta) normalize(x, n, padded, scale, to, in_place ? x : nullptr);
-  else
-    for (int c = threadIdx.x % 32; c < padded; c += 32) to[c] = c < n ? x[c] : 0.0f;
+__device__ void take_head(const float* x, int n, int padded, float scale, float* to) {
+  LoadedHead head;
+  head.load(x, n);
+  if (kDelta) head.normalize(scale, n);
+  head.store(to, padded);
 }
 
 // Queues the copy of a matrix to shared memory, with zeros in columns [width, padded).
 __device__ inline void load_rows(float* to, int stride, const float* from, size_t pitch, int rows, int width,
                                  int padded, bool aligned) {
   if (aligned && width % 4 == 0) {
-    const int chunks = padded / 4;
-    for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
-      const int row = i / chunks, c = i % chunks * 4;
-      copy_16(shared_address(to + row * stride + c), from + (c < width ? row * pitch + c : 0), c < width);
-    }
+    const int lanes = padded > 64 ? 32 : padded > 32 ? 16 : 8;  // of a row
+    for (int row = threadIdx.x / lanes; row < rows; row += blockDim.x / lanes)
+      for (int c = threadIdx.x % lanes * 4; c < padded; c += lanes * 4)
+        copy_16(shared_address(to + row * stride + c), from + (c < width ? row * pitch + c : 0), c < width);
   } else {
     for (int i = threadIdx.x; i < rows * padded; i += blockDim.x) {
       const int row = i / padded, c = i % padded;
@@ -105,85 +120,25 @@ __device__ inline void wait_rows() {
   __syncthreads();
 }
 
-// The columns of a thread: kN of kC, four at a time.
-template <int kC, int kN>
-__device__ int column_of(int cg, int u) {
-  return u / 4 * (kC / 2) + cg * 4 + u % 4;
-}
-template <int kC, int kN>
-__device__ void read_columns(const float* row, int cg, float (&values)[kN]) {
-#pragma unroll
-  for (int u = 0; u < kN; u += 4) {
-    const float4 four = *reinterpret_cast<const float4*>(row + column_of<kC, kN>(cg, u));
-    values[u] = four.x, values[u + 1] = four.y, values[u + 2] = four.z, values[u + 3] = four.w;
-  }
-}
-__device__ inline float part_of(const float4& x, int m) { return m == 0 ? x.x : m == 1 ? x.y : m == 2 ? x.z : x.w; }
-
-// A thread's part of the state while that advances: 8 channels of the key, kN columns.
-template <int kC, int kN>
-struct StateTile {
-  float sums[8][kN];
-  int low, high, cg;  // first channels of two fours; clamped to 0 if they are not the state's
-  bool has_low, has_high;
-
-  __device__ StateTile(float* state, float factor, int padded) : cg(threadIdx.x % (kC / kN)) {
-    const int first = threadIdx.x / (kC / kN) * 4;
-    has_low = first < padded, has_high = first + 64 < padded;
-    low = has_low ? first : 0, high = has_high ? first + 64 : 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      float values[kN];
-      read_columns<kC, kN>(state + (i < 4 ? low + i : high + i - 4) * kC, cg, values);
-#pragma unroll
-      for (int u = 0; u < kN; u++) sums[i][u] = __fmul_rn(factor, values[u]);
-    }
-  }
-  // keys: decayed, `stride` floats a row
-  __device__ void add(const float* keys, int stride, const float* deltas, int rows) {
-#pragma unroll 2
-    for (int j = 0; j < rows; j++) {
-      const float4 a = *reinterpret_cast<const float4*>(keys + j * stride + low),
-                   b = *reinterpret_cast<const float4*>(keys + j * stride + high);
-      float values[kN];
-      read_columns<kC, kN>(deltas + j * kC, cg, values);
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const float key = i < 4 ? part_of(a, i) : part_of(b, i - 4);
-#pragma unroll
-        for (int u = 0; u < kN; u++) sums[i][u] = fmaf(key, values[u], sums[i][u]);
-      }
-    }
-  }
-  __device__ void store(float* state) const {
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      if (i < 4 ? !has_low : !has_high) continue;
-#pragma unroll
-      for (int u = 0; u < kN; u += 4)
-        *reinterpret_cast<float4*>(state + (i < 4 ? low + i : high + i - 4) * kC + column_of<kC, kN>(cg, u)) =
-            make_float4(sums[i][u], sums[i][u + 1], sums[i][u + 2], sums[i][u + 3]);
-    }
-  }
-};
-
-// The state of a head's columns between shared memory and the slot's page.
-template <int kC>
+// The state of kC of a head's columns between shared memory, kStride floats a row, and the slot's page.
+template <int kC, int kStride>
 struct HeadState {
   float *shared, *page;
   int key, value, width;  // width: columns that the head has
 
   __device__ void load(bool zero, int padded, bool aligned) const {
-    if (zero) {
-      for (int i = threadIdx.x; i < padded * kC; i += blockDim.x) shared[i] = 0;
-      return;
-    }
-    load_rows(shared, kC, page, value, key, width, kC, aligned);
-    for (int i = key * kC + threadIdx.x; i < padded * kC; i += blockDim.x) shared[i] = 0;
+    if (!zero) load_rows(shared, kStride, page, value, key, width, kC, aligned);
+    for (int i = (zero ? 0 : key * kC) + threadIdx.x; i < padded * kC; i += blockDim.x)
+      shared[i / kC * kStride + i % kC] = 0;
   }
   __device__ void store() const {
     for (int i = threadIdx.x; i < key * kC; i += blockDim.x)
-      if (const int c = i % kC; c < width) page[(size_t)(i / kC) * value + c] = shared[i];
+      if (const int c = i % kC; c < width) page[(size_t)(i / kC) * value + c] = shared[i / kC * kStride + c];
+  }
+  // Of a sequence that has begun and is not at a multiple yet.
+  __device__ void clear() const {
+    for (int i = threadIdx.x; i < key * kC; i += blockDim.x)
+      if (const int c = i % kC; c < width) page[(size_t)(i / kC) * value + c] = 0;
   }
 };
 

@@ -26,7 +26,7 @@ size_t gated_delta_scratch(const DeltaShape& s, int rows) {
 void gated_delta(const GatedDelta& p, const StateRows& rows, const Queue& queue) {
   const DeltaShape& s = p.shape;
   recurrent::DeltaArgs a{p, s.heads / s.key_heads, 2 * s.key_heads * s.key + s.heads * s.value};
-  a.padded = (s.key + 3) / 4 * 4, a.stride = a.padded + 4, a.aligned = s.key % 4 == 0 && s.value % 4 == 0;
+  a.padded = (s.key + 7) / 8 * 8, a.stride = a.padded + 4, a.aligned = s.key % 4 == 0 && s.value % 4 == 0;
   a.weights = reinterpret_cast<float*>(p.scratch);
   a.totals = reinterpret_cast<double*>(a.weights + (size_t)p.max_rows * 2 * kChunkRows * s.key_heads);
   a.betas = reinterpret_cast<float*>(a.totals + (size_t)p.max_rows * s.heads);
