@@ -217,6 +217,20 @@ def test_bits_do_not_depend_on_rows_threads_or_place(dtype, group):
             assert np.array_equal(bits_of(part), bits_of(whole[start:start + rows]))
 
 
+@pytest.mark.parametrize("dtype", [*FORMATS, "bfloat16"])
+@pytest.mark.parametrize("k, group", [(1031, 0), (200, 16), (1031, 64), (1300, 512)])
+def test_one_row_has_the_bits_of_two_with_any_number_of_panels(dtype, k, group):
+    """One row is multiplied with several panels in turn, and with those that are left."""
+    rng = np.random.default_rng(k)
+    executor, x = _native.Executor(num_threads=1), with_outliers(rng, (2, k))
+    for n in [*range(23, 10 * 24, 24), 16, 64, 131]:
+        handle = matrix(executor, with_outliers(rng, (n, k)), dtype, 0 if dtype == "bfloat16" else group)
+        bias = rng.normal(size=n).astype(np.float32)
+        both = executor.multiply(handle, x, n, bias)
+        for r in range(2):
+            assert np.array_equal(bits_of(executor.multiply(handle, x[r:r + 1], n, bias)), bits_of(both[r:r + 1]))
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("k, group", [(2049, 0), (200, 16), (136, 24), (1031, 32), (1544, 64), (500, 80), (1000, 96),
                                       (1600, 128), (2100, 512), (2100, 1024)])

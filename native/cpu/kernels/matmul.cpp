@@ -47,7 +47,7 @@ struct Pairs {
 #endif
 
 // c [R, NR] (row stride ldc) = (load ? c : 0) + x [R, steps] w [steps, NR]
-template <int R, typename F>
+template <int R, typename F, int Ahead = kStreamAhead>
 inline void micro(const typename F::T* w, int steps, const typename F::X* x, size_t ldx, float* c, int ldc, bool load) {
   vf acc[R][NV];  // constant indices only: see spill() in tile.h
 #pragma GCC unroll 16
@@ -58,7 +58,7 @@ inline void micro(const typename F::T* w, int steps, const typename F::X* x, siz
     decltype(F::load(w)) b[NV];
     for (int v = 0; v < NV; v++) b[v] = F::load(w + (size_t)i * NR + v * W);
     for (size_t line = 0; line < NR * sizeof(*w); line += 64)
-      prefetch_weights<R, kStreamAhead>(reinterpret_cast<const char*>(w + (size_t)i * NR) + line);
+      prefetch_weights<R, Ahead>(reinterpret_cast<const char*>(w + (size_t)i * NR) + line);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       const auto a = F::broadcast(x + r * ldx + i);
@@ -118,8 +118,29 @@ void panel_rows(const typename F::T* w, int k, const typename F::X* x, size_t ld
   }
 }
 
+// One row against S panels, `apart` panels from one to the next, in turn (tile.h: kStreams).
+template <typename F, int S>
+void stream_panels(const Packed& w, const typename F::X* x, const float* bias, float* y, int panel, int apart) {
+  constexpr int kTurn = 32 / sizeof(typename F::T);  // steps
+  alignas(64) float sums[S][NR];
+  const auto* first = reinterpret_cast<const typename F::T*>(w.data + panel * w.panel_bytes);
+  const size_t stream = apart * w.panel_bytes / sizeof(typename F::T);
+  for (int i = 0, all = (w.k + F::kStep - 1) / F::kStep; i < all; i += kTurn, first += (size_t)kTurn * NR)
+    for (int s = 0; s < S; s++)
+      micro<1, F, kStreamsAhead>(first + s * stream, std::min(kTurn, all - i), x + i, 0, sums[s], NR, i > 0);
+  for (int s = 0; s < S; s++) {
+    const int column = (panel + s * apart) * NR;
+    for (int j = 0, columns = std::min(NR, w.n - column); j < columns; j++)
+      y[column + j] = bias ? sums[s][j] + bias[column + j] : sums[s][j];
+  }
+}
+
 template <typename F>
 void matmul_typed(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  if (m == 1)
+    return for_streams(p0, p1, [&](auto streams, int panel, int apart) {
+      stream_panels<F, decltype(streams)::value>(w, F::activations(a, 0), bias, y, panel, apart);
+    });
   for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most) {
     const int rows = std::min(most, m - m0);
     for (int p = p0; p < p1; p++) {

@@ -113,81 +113,101 @@ AS_INLINE void write_row(const vf* total, float scale, const float* bias, float*
 constexpr int kShortGroup = 256;       // k of groups whose heads are a considerable part of what is read
 constexpr size_t kGroupsAhead = 4096;  // bytes, at least, that short groups are prefetched ahead
 
-// R rows of P planes, from `row` on, against one panel. (Not inlined, because it would share the caller's registers.)
-template <typename F, int R, int P>
+constexpr int kTurn = 4;  // units of a longer group that are read of one of several panels in its turn
+
+// R rows of P planes, from `row` on, against S panels: `panel` and each `apart`-th after it, in turn (tile.h:
+// kStreams). Not inlined, because it would share the caller's registers.
+template <typename F, int R, int P, int S>
 __attribute__((noinline)) void multiply_rows(const Packed& w, const ConvertedLayout& at, const Activations& a, int row,
-                                             int panel, const float* bias, float* y, int ldy) {
+                                             int panel, int apart, const float* bias, float* y, int ldy) {
   constexpr int L = kWords ? 1 : P;  // GEMM rows for each row of activations
   const int groups = w.groups();
   const Rows<P> rows(at, a, groups, row);
-  vf total[R * NV];
-  for (vf& t : total) t = vzero();
-  alignas(64) float own_scales[kLoadedGroups * 2 * NR];
+  vf total[S][R * NV];
+  for (auto& panel_total : total)
+    for (vf& t : panel_total) t = vzero();
+  alignas(64) float own_scales[S][kLoadedGroups * 2 * NR];
   const bool direct = w.plain_scales || w.lone_scales;
   const int group = w.group, k = w.k;
   // Cached, because computing a group's address takes as long as the smallest products.
-  const size_t head_bytes = w.head_bytes, group_bytes = w.group_bytes(group);
+  const size_t head_bytes = w.head_bytes, group_bytes = w.group_bytes(group), stream = apart * w.panel_bytes;
   // Short groups are prefetched whole groups ahead. At another distance, lines as far ahead of weights as a head is
   // long would be left out.
   const bool short_groups = group < kShortGroup;
-  const size_t groups_ahead =
-      std::max<size_t>(direct ? 1 : kLoadedGroups, (kGroupsAhead + group_bytes - 1) / group_bytes);
-  const size_t ahead = short_groups ? groups_ahead * group_bytes : F::kAhead;
-  const char *head = w.head(panel, 0), *values = rows.first + at.values_at;
-  for (int g = 0; g < groups; g++, head += group_bytes, values += group * sizeof(typename F::Value)) {
-    if (!direct && g % kLoadedGroups == 0) load_scales(w, panel, g, std::min(kLoadedGroups, groups - g), own_scales);
-    if (R * L <= 2 && short_groups) {  // products prefetch only weights
-      const char* later = head + ahead + (g + (int)groups_ahead < groups ? 0 : w.first_group);
-      for (size_t line = 0; line < head_bytes; line += 64) prefetch_far(later + line);
-    }
+  const size_t bytes_ahead = S > 1 ? kStreamsAhead + group_bytes / 2 : kGroupsAhead + group_bytes - 1;
+  const size_t groups_ahead = std::max<size_t>(direct ? 1 : kLoadedGroups, bytes_ahead / group_bytes);
+  const size_t ahead = short_groups ? groups_ahead * group_bytes : S > 1 ? kStreamsAhead : F::kAhead;
+  const char *first = w.head(panel, 0), *values = rows.first + at.values_at;
+  for (int g = 0; g < groups; g++, first += group_bytes, values += group * sizeof(typename F::Value)) {
     const int length = std::min(group, k - g * group);
-    const char* weights = head + head_bytes;
-    const GroupScales scales{head, direct ? nullptr : own_scales + g % kLoadedGroups * 2 * NR, w.lone_scales,
-                             w.scaling.scales};
     auto line = [&](int r)
                     __attribute__((always_inline)) { return values + r / L * a.stride + r % L * at.plane_bytes; };
+    const auto begin = [&](int s) __attribute__((always_inline)) {  // returns the group's weights
+      if (!direct && g % kLoadedGroups == 0)
+        load_scales(w, panel + s * apart, g, std::min(kLoadedGroups, groups - g), own_scales[s]);
+      const char* head = first + s * stream;
+      if (R * L <= 2 && short_groups) {  // products prefetch only weights
+        const char* later = head + ahead + (g + (int)groups_ahead < groups ? 0 : w.first_group);
+        for (size_t line = 0; line < head_bytes; line += 64) prefetch_far(later + line);
+      }
+      return head + head_bytes;
+    };
+    const auto end = [&](int s, auto&& chain) __attribute__((always_inline)) {
+      add_group<R>({first + s * stream, direct ? nullptr : own_scales[s] + g % kLoadedGroups * 2 * NR, w.lone_scales,
+                    w.scaling.scales},
+                   rows, g, chain, total[s]);
+    };
 #if defined(AS_WORDS)
     if (P == 2 && length > kExactWords) {
-      alignas(64) double wide[R * NR] = {};
-      for (int k1 = 0; k1 < length; k1 += kUncentredWords) {
-        vi acc[R][NV], part[R * NV];
-        for (int r = 0; r < R; r++)
-          for (int v = 0; v < NV; v++) acc[r][v] = iset(0);
-        F::template group<R>(
-            weights + w.weight_bytes(k1), std::min(kUncentredWords, length - k1),
-            [&](int r) __attribute__((always_inline)) { return line(r) + k1 * sizeof(typename F::Value); }, acc, ahead);
-        spill(acc, part);
-        for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
-      }
-      add_group<R>(
-          scales, rows, g,
-          [&](int r, int v) {
-            return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g));
-          },
-          total);
+      alignas(64) double wide[S][R * NR] = {};
+      for (int k1 = 0; k1 < length; k1 += kUncentredWords)
+        for (int s = 0; s < S; s++) {
+          const char* weights = k1 ? first + s * stream + head_bytes : begin(s);
+          vi acc[R][NV], part[R * NV];
+          for (int r = 0; r < R; r++)
+            for (int v = 0; v < NV; v++) acc[r][v] = iset(0);
+          F::template group<R>(
+              weights + w.weight_bytes(k1), std::min(kUncentredWords, length - k1),
+              [&](int r) __attribute__((always_inline)) { return line(r) + k1 * sizeof(typename F::Value); }, acc,
+              ahead);
+          spill(acc, part);
+          for (int i = 0; i < R * NV; i++) add_doubles(wide[s] + i * W, part[i]);
+        }
+      for (int s = 0; s < S; s++)
+        end(s, [&](int r, int v) {
+          return round_doubles(wide[s] + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g));
+        });
       continue;
     }
 #endif
-    vi acc[R * L][NV];
-    for (int r = 0; r < R * L; r++) {
-      const vi start = iset(-F::kMiddle * (L == P ? rows.plane_sum(r / L, r % L, g) : (int32_t)rows.exact_sum(r, g)));
-      for (int v = 0; v < NV; v++) acc[r][v] = start;
-    }
-    F::template group<R * L>(weights, length, line, acc, ahead);
-    vi chains[R * L * NV];
-    spill(acc, chains);
-    add_group<R>(
-        scales, rows, g,
-        [&](int r, int v) __attribute__((always_inline)) {
-          const vf low = to_float(chains[(r * L + L - 1) * NV + v]);
-          return L == 1 ? low : vfma(vset(256.0f), to_float(chains[r * L * NV + v]), low);
-        },
-        total);
+    vi chains[S][R * L * NV];
+    const int turn = S == 1 || short_groups ? length : kTurn * F::kUnit;
+    for (int k1 = 0; k1 < length; k1 += turn)
+      for (int s = 0; s < S; s++) {
+        const char* weights = k1 ? first + s * stream + head_bytes + w.weight_bytes(k1) : begin(s);
+        vi acc[R * L][NV];
+        for (int r = 0; r < R * L; r++) {
+          const vi start =
+              iset(-F::kMiddle * (L == P ? rows.plane_sum(r / L, r % L, g) : (int32_t)rows.exact_sum(r, g)));
+          for (int v = 0; v < NV; v++) acc[r][v] = S > 1 && k1 ? chains[s][r * NV + v] : start;
+        }
+        F::template group<R * L>(
+            weights, std::min(turn, length - k1),
+            [&](int r) __attribute__((always_inline)) { return line(r) + k1 * sizeof(typename F::Value); }, acc, ahead);
+        spill(acc, chains[s]);
+      }
+    for (int s = 0; s < S; s++)
+      end(s, [&](int r, int v) __attribute__((always_inline)) {
+        const vf low = to_float(chains[s][(r * L + L - 1) * NV + v]);
+        return L == 1 ? low : vfma(vset(256.0f), to_float(chains[s][r * L * NV + v]), low);
+      });
   }
-  const int column = panel * NR;
-  for (int r = 0; r < R; r++)
-    write_row(total + r * NV, rows.scale(r), bias ? bias + column : nullptr, y + (size_t)(row + r) * ldy + column,
-              w.n - column);
+  for (int s = 0; s < S; s++) {
+    const int column = (panel + s * apart) * NR;
+    for (int r = 0; r < R; r++)
+      write_row(total[s] + r * NV, rows.scale(r), bias ? bias + column : nullptr, y + (size_t)(row + r) * ldy + column,
+                w.n - column);
+  }
 }
 
 #if defined(AS_WIDENED_BLOCKS)
@@ -276,11 +296,16 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
       return;
     }
 #endif
+  if constexpr (P == 1 || F::kUnit == 8)  // int8 gained nothing
+    if (m == 1)
+      return for_streams(p0, p1, [&](auto streams, int panel, int apart) {
+        multiply_rows<F, 1, P, decltype(streams)::value>(w, at, a, 0, panel, apart, bias, y, ldy);
+      });
   for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
     for (int p = p0, end = std::min(m, m0 + most); p < p1; p++)
       for (int r0 = m0; r0 < end; r0 += kHeight)
         with_constant<kHeight>(std::min(kHeight, end - r0), [&](auto count) {
-          multiply_rows<F, decltype(count)::value, P>(w, at, a, r0, p, bias, y, ldy);
+          multiply_rows<F, decltype(count)::value, P, 1>(w, at, a, r0, p, 1, bias, y, ldy);
         });
 }
 
