@@ -78,12 +78,15 @@ class Router : public BoundOp {
     const float most = *std::max_element(logits, logits + experts);
     // The softmax keeps the order of the logits, and its sum cancels out of normalized weights.
     const bool plain = !sigmoid_ && !correction_ && top_groups_ == groups_;
+    const bool few = plain && normalized_;  // only the chosen experts' scores are needed
+    const auto score = [&](int e) {
+      return sigmoid_ ? 1 / (1 + exact::exp(-(double)logits[e])) : exact::exp((double)logits[e] - most);
+    };
     double sum = 1;
-    for (int e = 0; e < experts; e++)
-      own.scores[e] = sigmoid_ ? 1 / (1 + exact::exp(-(double)logits[e])) : exact::exp((double)logits[e] - most);
+    for (int e = 0; e < experts && !few; e++) own.scores[e] = score(e);
     if (!sigmoid_ && (!normalized_ || !plain)) sum = std::accumulate(own.scores.begin(), own.scores.end(), 0.0);
     for (int e = 0; e < experts; e++) {
-      own.scores[e] /= sum;
+      if (!few) own.scores[e] /= sum;
       double& c = own.choice[e];
       c = plain ? logits[e] : own.scores[e] + (correction_ ? correction_[e] : 0.0f);
       if (!(c == c)) c = kLeast;  // the weights of such a row are NaN, too
@@ -91,6 +94,7 @@ class Router : public BoundOp {
     if (top_groups_ < groups_) keep_groups(own);
     best(own.choice, top, own.order);
     std::sort(own.order.begin(), own.order.begin() + top);
+    for (int i = 0; i < top && few; i++) own.scores[own.order[i]] = score(own.order[i]);
     double total = 1;
     if (normalized_) {
       total = 0;
