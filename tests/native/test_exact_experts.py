@@ -13,82 +13,15 @@ import pytest
 from allspark_server import _native
 from allspark_server.runtime.digest import exact_digests
 from allspark_server.runtime.sampler_digest import fixed_values
-from allspark_server.weights.formats import ScaleLayout, WeightFormat, exact
+from allspark_server.weights.formats import WeightFormat, exact
 from reference import exact as reference
 from reference.encodings import E2M1
+from support.exact_matrices import CASES, adversarial, as_bfloat16, matrix
 from support.levels import LOWER, run_again
 
-MXFP4, NVFP4 = ("e2m1", 32, ScaleLayout("bfloat16", "none")), ("e2m1", 16, ScaleLayout("float32", "none"))
-CASES = {"MXFP4": MXFP4, "NVFP4": NVFP4, "e2m1 in a row": ("e2m1", 0, ScaleLayout("float16", "none")),
-         "e2m1 in 8": ("e2m1", 8, ScaleLayout("bfloat16", "none")),
-         "int8": ("int8", 0, ScaleLayout()), "int8 in 64": ("int8", 64, ScaleLayout()),
-         "int4 in 32": ("int4", 32, ScaleLayout()), "w8a8": ("w8a8", 0, ScaleLayout()),
-         "w4a8 in 64": ("w4a8", 64, ScaleLayout()), "symmetric int4": ("int4", 128, ScaleLayout("float16", "none")),
-         "symmetric int8": ("int8", 32, ScaleLayout("float32", "none")),
-         "int4 with points": ("int4", 64, ScaleLayout("float16", "points"))}
 # One past a panel of any instruction set, one past a unit of k, a short last group, more than a block of k.
 SIZES = ((1, 8), (25, 321), (33, 1031), (65, 96), (70, 2305))
 ROWS = (1, 2, 3, 5, 13, 40)
-
-
-def as_bfloat16(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    bits = (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def scales_of(kind: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As they are stored, and as float32."""
-    if kind == "bfloat16":
-        return as_bfloat16(values)
-    stored = values.astype(kind)
-    return stored, stored.astype(np.float32)
-
-
-class Matrix:
-    """Random weights in a format; product() is the reference's."""
-
-    def __init__(self, form: WeightFormat, n: int, k: int, powers: tuple[int, int] | None = None):
-        rng = np.random.default_rng((n, k, form.group_size))
-        self.form, self.n, self.k = form, n, k
-        size, groups = form.group_size or k, form.groups(k)
-        quants = rng.integers(0, 1 << form.bits, (n, k)).astype(np.uint8)
-        numbers = rng.normal(size=(n, groups)) if powers is None else 2.0 ** rng.integers(*powers, (n, groups))
-        stored, self.scales = scales_of(form.layout.scales, numbers)
-        zeros = self.offsets = None
-        middle = 1 << (form.bits - 1)
-        if form.layout.zeros == "offsets":
-            zeros, self.offsets = as_bfloat16(rng.normal(size=(n, groups)))
-        elif form.layout.zeros == "points":
-            zeros = rng.integers(0, 1 << form.bits, (n, groups)).astype(np.uint8)
-            self.offsets = self.scales * (np.float32(middle) - zeros.astype(np.float32))
-        coded = form.dtype == "e2m1"
-        self.unit = 2 if coded else 1
-        self.integers = (2 * E2M1)[quants].astype(np.int64) if coded else quants.astype(np.int64) - middle
-        values = E2M1.astype(np.float32)[quants] if coded else self.integers.astype(np.float32)
-        with np.errstate(over="ignore"):
-            self.whole = self.scales[:, np.arange(k) // size] * values
-        packed = quants
-        if form.bits == 4:
-            even = np.pad(quants, ((0, 0), (0, k % 2)))
-            packed = np.ascontiguousarray(even[:, 0::2] | even[:, 1::2] << 4)
-        self.executor = _native.Executor(num_threads=2)
-        self.handle = self.executor.add_matrix(n, k, **form.native())
-        self.executor.fill_quantized(self.handle, packed, stored, zeros, form.bits, k, form.group_size)
-
-    def product(self, x: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
-        return reference.product(x, self.integers, self.scales, self.offsets, self.form.group_size,
-                                 8 if self.form.dtype.startswith("w") else 16, self.unit, bias)
-
-    def check(self, x: np.ndarray, bias: np.ndarray | None = None) -> None:
-        found, wanted = self.executor.multiply(self.handle, x, self.n, bias), self.product(x, bias)
-        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
-        numbers = ~np.isnan(wanted)
-        np.testing.assert_array_equal(found[numbers].view(np.uint32), wanted[numbers].view(np.uint32))
-
-
-def matrix(case: str, n: int, k: int, **more) -> Matrix:
-    dtype, group, layout = CASES[case]
-    return Matrix(exact(WeightFormat(dtype, group, layout)), n, k, **more)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -100,23 +33,6 @@ def test_random_rows(case):
         for rows in ROWS:
             own.check(x[:rows], bias)
         own.check(x[7:9])
-
-
-def adversarial(k: int) -> np.ndarray:
-    """Rows float32 [m, k]."""
-    rng = np.random.default_rng(k)
-    plain = rng.normal(size=k).astype(np.float32)
-    rows = [np.zeros(k), -np.zeros(k), plain * np.float32(5e37), plain * np.float32(1e-30), plain * np.float32(3e-34),
-            plain * np.float32(1e-40), np.full(k, 3.4028235e38), np.full(k, -1e-34), np.full(k, 1e-34),
-            np.full(k, 1.0000001e-34), np.where(np.arange(k) % 2, 1.0, -1.0), np.full(k, 1.0)]
-    for value in (np.nan, np.inf, -np.inf, 1e6, -3e38):     # one outlier
-        for at in (0, k // 2, k - 1):
-            row = plain.copy()
-            row[at] = value
-            rows.append(row)
-    halves = (rng.integers(-32639, 32639, k) + 0.5) / 32639   # ties of rounding
-    halves[0] = 1
-    return np.stack([*rows, halves]).astype(np.float32)
 
 
 @pytest.mark.parametrize("case", CASES)
