@@ -14,6 +14,7 @@
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
 #include "bindings/model.h"
+#include "bindings/panels.h"
 #include "comm/expert_exchange.h"
 #include "cpu/blocks.h"
 #include "cpu/host_sampler.h"
@@ -184,6 +185,19 @@ py::list profile_of(const Executor& e) {
   return all;
 }
 
+void bind_panels(py::module_& m) {
+  py::class_<Panels>(m, "Panels", "A copy of a stack of experts' matrices in panels (cpu/kernels/format.h).")
+      .def_property_readonly(
+          "rows", [](const Panels& p) { return p.layout.panel; }, "Rows of a panel.")
+      .def(
+          "bytes",
+          [](const Panels& p, size_t expert) {
+            const std::vector<uint8_t>& bytes = p.experts.at(expert);
+            return py::array_t<uint8_t>((py::ssize_t)bytes.size(), bytes.data());
+          },
+          py::arg("expert") = 0, "An expert's panels, one after the other: uint8 [bytes].");
+}
+
 void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& executor) {
   executor
       .def(
@@ -197,6 +211,20 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "Adds a matrix and returns its id. experts: a stack of this many experts' matrices, for expert_linear. "
           "order:\n"
           "the input feature of each column, -1 for none; empty: all in order. Keywords: the layout of its scales.")
+      .def(
+          "panels",
+          [](Executor& e, int id) {
+            Panels found{e.weights().matrix(id), {}, {}};
+            for (int i = 0; i < e.weights().experts(id); i++) {
+              const Packed m = e.weights().matrix(id, i);
+              found.experts.emplace_back(m.data, m.data + m.panels() * m.panel_bytes);
+            }
+            Packed& m = found.layout;
+            if (m.order) found.order.assign(m.order, m.order + m.k);
+            m.data = nullptr, m.order = nullptr;
+            return found;
+          },
+          py::arg("id"), "A copy of a matrix as the kernels have it: Panels.")
       .def(
           "share_matrix", [](Executor& e, const Executor& other, int id) { return e.share_matrix(other, id); },
           py::arg("other"), py::arg("id"), py::keep_alive<1, 2>(),
@@ -346,6 +374,7 @@ void bind_executor(py::module_& m) {
   bind_unpacking(m);
   bind_slot_pages(m);
   bind_adapters(m);
+  bind_panels(m);
   py::class_<StepResult>(m, "StepResult",
                          "A step's results. Arrays of tokens list the items that sample one after the other.")
       .def_readonly("counts", &StepResult::counts,

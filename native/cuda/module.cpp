@@ -8,6 +8,7 @@
 
 #include "bindings/model.h"
 #include "cuda/chip_bindings.h"
+#include "cuda/exact_bindings.h"
 #include "cuda/executor.h"
 #include "cuda/kernels/attention/indexer.h"
 #include "cuda/memory/roofline.h"
@@ -503,6 +504,7 @@ PYBIND11_MODULE(_cuda, m) {
   bind_adapters(m);
   bind_model<CudaExecutor>(executor);
   bind_weights(executor);
+  bind_exact(executor);
   executor
       .def(
           "share",

@@ -1,0 +1,52 @@
+#include "cuda/exact_layer.h"
+
+namespace as::cuda {
+namespace {
+
+struct LayerRows {
+  ExactRows x, between;
+  float *h, *y;
+  size_t bytes;
+
+  LayerRows(const ExactLayer& layer, int rows, int top, char* memory) {
+    const size_t entries = (size_t)rows * top;
+    size_t used = 0;
+    const auto take = [&](size_t size) {
+      char* found = memory + used;
+      used += (size + 255) / 256 * 256;
+      return found;
+    };
+    x = exact_rows(take(exact_rows_bytes(layer.gate_up, rows)), layer.gate_up, rows);
+    h = reinterpret_cast<float*>(take(entries * (layer.gate_up.n / 2) * sizeof(float)));
+    between = exact_rows(take(exact_rows_bytes(layer.down, (int)entries)), layer.down, (int)entries);
+    y = reinterpret_cast<float*>(take(entries * layer.down.n * sizeof(float)));
+    bytes = used;
+  }
+};
+
+}  // namespace
+
+size_t exact_layer_bytes(const ExactLayer& layer, int rows, int top) {
+  return LayerRows(layer, rows, top, nullptr).bytes;
+}
+
+void run_exact_layer(const ExactLayer& layer, const ExactExperts& experts, const float* x, int rows,
+                     const Routing& routing, char* scratch, float* sums, const Queue& queue) {
+  const LayerRows s(layer, rows, routing.top, scratch);
+  const int entries = rows * routing.top;
+  quantize_exact(layer.gate_up, x, rows, s.x, queue);
+  ExactGemm p;
+  p.w = layer.gate_up, p.experts = experts.gate_up, p.bias = layer.gate_up_bias, p.x = s.x, p.routing = routing;
+  p.gathers = true, p.gate = layer.gate, p.alpha = layer.alpha, p.limit = layer.limit, p.y = s.h;
+  gemm_exact(p, entries, queue);
+  quantize_exact(layer.down, s.h, entries, s.between, queue);
+  ExactGemm second;
+  second.w = layer.down, second.experts = experts.down, second.bias = layer.down_bias, second.x = s.between;
+  second.routing = routing, second.y = s.y;
+  gemm_exact(second, entries, queue);
+  Combination c;
+  c.entries = s.y, c.routing = routing, c.y = {sums, nullptr, layer.down.n};
+  combine_experts(c, rows, queue);
+}
+
+}  // namespace as::cuda

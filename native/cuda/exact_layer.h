@@ -1,0 +1,26 @@
+// A layer of routed experts by the exact recipe (kernels/exact/exact.h) on one rank's slice: gate_up, activation, down
+// and the sum of each row's experts.
+#pragma once
+#include "cuda/kernels/exact/exact.h"
+
+namespace as::cuda {
+
+struct ExactLayer {
+  ExactMatrix gate_up, down;
+  const float *gate_up_bias = nullptr, *down_bias = nullptr;  // [experts, n] on the GPU, or null
+  ExactGate gate = ExactGate::silu;
+  float alpha = 0, limit = 0;
+};
+// Where experts' panels are on the GPU: [experts] each, themselves there.
+struct ExactExperts {
+  const char *const *gate_up = nullptr, *const *down = nullptr;
+};
+
+// Bytes of scratch memory for so many rows with `top` experts each.
+size_t exact_layer_bytes(const ExactLayer& layer, int rows, int top);
+// sums [rows, down.n] = each row's experts times their weights, by ascending expert from zero, as combine_experts() has
+// it. x: [rows, gate_up.inputs]. routing: with tiles of up to kExactTile entries. All experts of routing must be there.
+void run_exact_layer(const ExactLayer& layer, const ExactExperts& experts, const float* x, int rows,
+                     const Routing& routing, char* scratch, float* sums, const Queue& queue);
+
+}  // namespace as::cuda

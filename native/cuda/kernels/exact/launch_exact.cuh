@@ -1,0 +1,35 @@
+// Chooses an exact GEMM by the groups of a format and by the number of rows.
+#pragma once
+#include "cuda/kernels/exact/gemm_exact_few.cuh"
+
+namespace as::cuda {
+namespace exact_gemm {
+
+template <typename F>
+void launch(const ExactGemm& p, int entries, const Queue& queue) {
+  const bool few = p.rows <= kExactFew;
+  const int own = few ? kFewColumns : kColumns, width = p.gate == ExactGate::none ? p.w.n : p.w.n / 2,
+            columns = p.gate == ExactGate::none ? own : own / 2;
+  const int experts = p.routing.end - p.routing.begin, tiles = std::min(entries, entries / kExactTile + experts);
+  if (few) start(queue, few_kernel<F>, dim3(ceil_div(width, columns), tiles), kFewWarps * 32, 0, p);
+  else start(queue, kernel<F>, dim3(ceil_div(width, columns), tiles), F::kThreads, 0, p);
+}
+
+template <ExactFormat kFormat>
+void launch_format(const ExactGemm& p, int entries, const Queue& queue) {
+  const bool single = p.w.steps_of_group() == 1;
+  if constexpr (kFormat == ExactFormat::e2m1) {
+    if (p.w.step() == 16) return launch<Form<kFormat, 16, true, false>>(p, entries, queue);
+    return single ? launch<Form<kFormat, 32, true, false>>(p, entries, queue)
+                  : launch<Form<kFormat, 32, false, false>>(p, entries, queue);
+  } else {
+    if (p.w.lone)
+      return single ? launch<Form<kFormat, 32, true, false>>(p, entries, queue)
+                    : launch<Form<kFormat, 32, false, false>>(p, entries, queue);
+    return single ? launch<Form<kFormat, 32, true, true>>(p, entries, queue)
+                  : launch<Form<kFormat, 32, false, true>>(p, entries, queue);
+  }
+}
+
+}  // namespace exact_gemm
+}  // namespace as::cuda
