@@ -151,18 +151,23 @@ int main(int count, char** arguments) {
       if (&form >= last) break;
       if (&form != kForms && (rows == 1 || experts == 1)) continue;
       const Layer l = layer_of(form, experts, rows, weights);
-      const float quantizing = least_ms(stream, 5, [&] { quantize_exact(l.gate_up, l.x, rows, l.in, queue); }),
-                  first = least_ms(stream, 9, [&] { gemm_exact(l.first(), l.entries(), queue); }),
-                  between = least_ms(stream, 5, [&] { quantize_exact(l.down, l.h, l.entries(), l.between, queue); }),
-                  second = least_ms(stream, 9, [&] { gemm_exact(l.second(), l.entries(), queue); });
-      check(cudaDeviceSynchronize());
       const double planes = exact_planes(l.down.format), work = 2.0 * kHidden * kInner * l.entries() * planes;
-      std::printf(
-          "%-8s %2d experts of %3d rows: x %5.1f  gate_up %7.1f us %5.0f TOPS %5.0f GB/s  h %6.1f  down %7.1f us "
-          "%5.0f TOPS %5.0f GB/s\n",
-          form.name, experts, rows, quantizing * 1e3, first * 1e3, 2 * work / first / 1e9,
-          experts * l.gate_up.bytes / first / 1e6, between * 1e3, second * 1e3, work / second / 1e9,
-          experts * l.down.bytes / second / 1e6);
+      for (const int at_most : {rows, kExactFew + 1}) {  // with few rows, both kernels
+        if (at_most == kExactFew + 1 && rows > kExactFew) continue;
+        ExactGemm gate_up = l.first(), down = l.second();
+        gate_up.rows = down.rows = at_most;
+        const float quantizing = least_ms(stream, 5, [&] { quantize_exact(l.gate_up, l.x, rows, l.in, queue); }),
+                    first = least_ms(stream, 9, [&] { gemm_exact(gate_up, l.entries(), queue); }),
+                    between = least_ms(stream, 5, [&] { quantize_exact(l.down, l.h, l.entries(), l.between, queue); }),
+                    second = least_ms(stream, 9, [&] { gemm_exact(down, l.entries(), queue); });
+        check(cudaDeviceSynchronize());
+        std::printf(
+            "%-8s %2d experts of %3d rows%s: x %5.1f  gate_up %7.1f us %5.0f TOPS %5.0f GB/s  h %6.1f  down "
+            "%7.1f us %5.0f TOPS %5.0f GB/s\n",
+            form.name, experts, rows, at_most <= kExactFew ? ", few" : "", quantizing * 1e3, first * 1e3,
+            2 * work / first / 1e9, experts * l.gate_up.bytes / first / 1e6, between * 1e3, second * 1e3,
+            work / second / 1e9, experts * l.down.bytes / second / 1e6);
+      }
       free_layer(l);
     }
 

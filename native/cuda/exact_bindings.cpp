@@ -100,7 +100,7 @@ py::array_t<float> multiply_exact(CudaExecutor& e, const Panels& panels, const F
   const Routed routed(chosen, nullptr, panels.experts.size(), queue);
   const int rows = routed.rows, top = routed.routing.top, entries = rows * top;
   ExactGemm p;
-  p.w = own.w, p.gate = gate_of(gate), p.alpha = alpha, p.limit = limit, p.gathers = true;
+  p.w = own.w, p.gate = gate_of(gate), p.alpha = alpha, p.limit = limit, p.gathers = true, p.rows = rows;
   const int width = p.gate == ExactGate::none ? own.w.n : own.w.n / 2;
   const Memory in = on_gpu(x.data(), x.size()), quantized(exact_rows_bytes(own.w, rows), "integers"),
                out((size_t)entries * width * sizeof(float), "products");

@@ -37,12 +37,12 @@ void run_exact_layer(const ExactLayer& layer, const ExactExperts& experts, const
   quantize_exact(layer.gate_up, x, rows, s.x, queue);
   ExactGemm p;
   p.w = layer.gate_up, p.experts = experts.gate_up, p.bias = layer.gate_up_bias, p.x = s.x, p.routing = routing;
-  p.gathers = true, p.gate = layer.gate, p.alpha = layer.alpha, p.limit = layer.limit, p.y = s.h;
+  p.gathers = true, p.rows = rows, p.gate = layer.gate, p.alpha = layer.alpha, p.limit = layer.limit, p.y = s.h;
   gemm_exact(p, entries, queue);
   quantize_exact(layer.down, s.h, entries, s.between, queue);
   ExactGemm second;
   second.w = layer.down, second.experts = experts.down, second.bias = layer.down_bias, second.x = s.between;
-  second.routing = routing, second.y = s.y;
+  second.routing = routing, second.rows = rows, second.y = s.y;
   gemm_exact(second, entries, queue);
   Combination c;
   c.entries = s.y, c.routing = routing, c.y = {sums, nullptr, layer.down.n};

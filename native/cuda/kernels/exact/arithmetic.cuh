@@ -44,8 +44,8 @@ __device__ inline float exact_gelu(float x) {
   return __fsub_rn(exact_max(0.0f, x), __fmul_rn(__fmul_rn(size, 0.5f), rest));
 }
 
-// The forms of cpu/kernels/silu.h.
-__device__ inline float exact_gated(ExactGate kind, float alpha, float limit, float gate, float up) {
+// The forms of cpu/kernels/silu.h. Not inlined, because a kernel would have it dozens of times.
+static __device__ __noinline__ float exact_gated(ExactGate kind, float alpha, float limit, float gate, float up) {
   if (kind == ExactGate::gelu) return __fmul_rn(exact_gelu(gate), up);
   float x = gate;
   if (kind == ExactGate::gelu_tanh) {
@@ -82,31 +82,34 @@ __device__ inline float exact_float(ScaleType type, uint32_t bits) {
   return __half2float(__ushort_as_half((uint16_t)bits));
 }
 __device__ inline uint32_t load_bits(const char* from, int bytes) {
-  if (bytes == 2) return *reinterpret_cast<const uint16_t*>(from);
-  if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
-  return *reinterpret_cast<const uint8_t*>(from);
+  if (bytes == 2) return __ldg(reinterpret_cast<const uint16_t*>(from));
+  if (bytes == 4) return __ldg(reinterpret_cast<const uint32_t*>(from));
+  return __ldg(reinterpret_cast<const uint8_t*>(from));
 }
 __device__ inline int scale_bytes(const ExactMatrix& w) {
   return w.super_group ? 1 : w.scales == ScaleType::float32 ? 4 : 2;
 }
 // head: of the group; lane: the row in the panel.
+template <bool kOffsets>
 __device__ inline StoredScale load_scale(const ExactMatrix& w, const char* head, int lane) {
   const int bytes = scale_bytes(w);
   StoredScale found{load_bits(head + lane * bytes, bytes), 0};
-  if (w.zeros == ZeroType::none) return found;
+  if (!kOffsets || w.zeros == ZeroType::none) return found;
   const int own = w.zeros == ZeroType::points ? 1 : bytes;
   found.zero = load_bits(head + w.panel * bytes + lane * own, own);
   return found;
 }
-// The nested scales of a group's panel, or null.
+// The nested scales of a panel's group.
 __device__ inline const uint16_t* super_scales(const ExactMatrix& w, const char* panel, int group) {
-  if (!w.super_group) return nullptr;
   return reinterpret_cast<const uint16_t*>(panel + (size_t)(group * w.group / w.super_group) * 4 * w.panel);
 }
-// super: the nested scales of the group's panel, or null.
-__device__ inline GroupScale exact_group_scale(const ExactMatrix& w, const StoredScale& s, const uint16_t* super,
+// panel: the group's. kOffsets: the matrix is not of lone scales.
+template <bool kOffsets>
+__device__ inline GroupScale exact_group_scale(const ExactMatrix& w, const StoredScale& s, const char* panel, int group,
                                                int lane) {
+  if (!kOffsets) return {exact_float(w.scales, s.scale), 0};
   if (w.super_group) {
+    const uint16_t* super = super_scales(w, panel, group);
     const float scale = __fmul_rn(exact_float(ScaleType::float16, super[lane]), (float)(int8_t)s.scale);
     const float offset = w.zeros == ZeroType::offsets
                              ? __fmul_rn(exact_float(ScaleType::float16, super[w.panel + lane]), (float)(int8_t)s.zero)

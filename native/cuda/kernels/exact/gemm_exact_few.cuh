@@ -31,23 +31,31 @@ struct FewSteps {
 
   __device__ void load(const ExactMatrix& w, const char* matrix, const uint32_t (&rows_at)[2][2], const int8_t* x,
                        int t, int first, int count, int steps, int steps_of_group) {
+    const int first_group = F::kSingle ? first : first / steps_of_group;
 #pragma unroll
     for (int s = 0; s < kFewSteps; s++) {
       const int step = first + s;
       if (s >= count || step >= steps) return;
-      const int group = F::kSingle ? step : step / steps_of_group, in_group = F::kSingle ? 0 : step % steps_of_group,
+      const int group = F::kSingle ? step : first_group,
+                in_group = F::kSingle ? 0 : step - first_group * steps_of_group,
                 left = min(w.group, w.k - group * w.group) - in_group * F::kStep;
       const uint32_t at = group * w.group_bytes + w.head_bytes + in_group * Weights::step_bytes(w.panel);
+      uint32_t places[Weights::kWords];
+      Weights::places(t, w.panel, left, places);
 #pragma unroll
       for (int m = 0; m < 2; m++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) weights[s][m][h].load(matrix + rows_at[m][h] + at, w.panel, t, left);
+        for (int h = 0; h < 2; h++) weights[s][m][h].load(matrix + rows_at[m][h] + at, places);
 #pragma unroll
       for (int plane = 0; plane < F::kPlanes; plane++) {
         const uint32_t* from =
             reinterpret_cast<const uint32_t*>(x + ((size_t)step * F::kPlanes + plane) * F::kStep + t * 4 * kRegisters);
-#pragma unroll
-        for (int i = 0; i < kRegisters; i++) values[s][plane][i] = from[i];
+        if constexpr (kRegisters == 2) {
+          const uint2 both = __ldg(reinterpret_cast<const uint2*>(from));
+          values[s][plane][0] = both.x, values[s][plane][1] = both.y;
+        } else {
+          values[s][plane][0] = __ldg(from);
+        }
       }
     }
   }
@@ -89,8 +97,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, 2) few_kernel(const __grid_con
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int column = max(0, column_of<kFewColumns>(p, m * 16 + h * 8 + r));
-      rows_at[m][h] =
-          column / w.panel * w.panel_bytes + w.first_group + column % w.panel * 4 + Weights::offset(t, w.panel);
+      rows_at[m][h] = column / w.panel * w.panel_bytes + w.first_group + column % w.panel * 4;
     }
   const int column = column_of<kFewColumns>(p, lane), column_lane = max(0, column) % w.panel;
   const char* const panel = matrix + (size_t)(max(0, column) / w.panel) * w.panel_bytes;
@@ -118,7 +125,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, 2) few_kernel(const __grid_con
       for (int i = 0; i < kEach; i++) {
         const int number = i * kFewWarps + warp, step = base + number * (F::kSingle ? 1 : own_steps);
         if (step >= steps) break;
-        stored[i] = load_scale(w, panel + w.first_group + group_of(step) * w.group_bytes, column_lane);
+        stored[i] = load_scale<F::kOffsets>(w, panel + w.first_group + group_of(step) * w.group_bytes, column_lane);
         if (F::kOffsets && lane < kFewRows)
           of_row[i] = p.x.sums[(size_t)row_of(first_row + lane) * w.groups + group_of(step)];
       }
@@ -165,7 +172,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, 2) few_kernel(const __grid_con
       for (int i = 0; i < kEach; i++) {
         const int number = i * kFewWarps + warp, step = base + number * (F::kSingle ? 1 : own_steps);
         if (step >= steps) break;
-        const GroupScale scale = exact_group_scale(w, stored[i], super_scales(w, panel, group_of(step)), column_lane);
+        const GroupScale scale = exact_group_scale<F::kOffsets>(w, stored[i], panel, group_of(step), column_lane);
         shared.scales[number][lane] = scale.scale;
         if (F::kOffsets) shared.offsets[number][lane] = scale.offset;
         if (F::kOffsets && lane < kFewRows) shared.of_rows[number][lane] = of_row[i];

@@ -15,19 +15,26 @@ void launch(const ExactGemm& p, int entries, const Queue& queue) {
   else start(queue, kernel<F>, dim3(ceil_div(width, columns), tiles), F::kThreads, 0, p);
 }
 
+template <ExactFormat kFormat, bool kOffsets>
+void launch_groups(const ExactGemm& p, int entries, const Queue& queue) {
+  switch (p.w.steps_of_group()) {
+    case 1:
+      return launch<Form<kFormat, 32, 1, kOffsets>>(p, entries, queue);
+    case 2:
+      return launch<Form<kFormat, 32, 2, kOffsets>>(p, entries, queue);
+    default:
+      return launch<Form<kFormat, 32, 0, kOffsets>>(p, entries, queue);
+  }
+}
+
 template <ExactFormat kFormat>
 void launch_format(const ExactGemm& p, int entries, const Queue& queue) {
-  const bool single = p.w.steps_of_group() == 1;
   if constexpr (kFormat == ExactFormat::e2m1) {
-    if (p.w.step() == 16) return launch<Form<kFormat, 16, true, false>>(p, entries, queue);
-    return single ? launch<Form<kFormat, 32, true, false>>(p, entries, queue)
-                  : launch<Form<kFormat, 32, false, false>>(p, entries, queue);
+    if (p.w.step() == 16) launch<Form<kFormat, 16, 1, false>>(p, entries, queue);
+    else launch_groups<kFormat, false>(p, entries, queue);
   } else {
-    if (p.w.lone)
-      return single ? launch<Form<kFormat, 32, true, false>>(p, entries, queue)
-                    : launch<Form<kFormat, 32, false, false>>(p, entries, queue);
-    return single ? launch<Form<kFormat, 32, true, true>>(p, entries, queue)
-                  : launch<Form<kFormat, 32, false, true>>(p, entries, queue);
+    if (p.w.lone) launch_groups<kFormat, false>(p, entries, queue);
+    else launch_groups<kFormat, true>(p, entries, queue);
   }
 }
 

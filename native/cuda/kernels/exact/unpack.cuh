@@ -40,19 +40,19 @@ struct Lanes {
   static constexpr int kWords = kBytes ? 2 : 1, kRegisters = kStep / 16;
   uint32_t words[kWords];
 
-  // Bytes from the step's first lane of a row to the thread's, and from one step of a group to the next.
-  static __device__ uint32_t offset(int t, int panel) { return (kBytes ? 2 * t : kStep == 16 ? t / 2 : t) * panel * 4; }
+  // Bytes from a step's first lane of a row to the thread's words, of a step with `left` columns or more in its group.
+  // Words behind the group are not read, but others in their place: their activations are zero.
+  static __device__ void places(int t, int panel, int left, uint32_t (&out)[kWords]) {
+    const int first = kBytes ? 2 * t : kStep == 16 ? t / 2 : t;
+#pragma unroll
+    for (int i = 0; i < kWords; i++) out[i] = (first + i) * (kBytes ? 4 : 8) < left ? (first + i) * panel * 4 : 0;
+  }
+  // From one step of a group to the next.
   static __device__ uint32_t step_bytes(int panel) { return kStep / (kBytes ? 4 : 8) * panel * 4; }
-  // left: columns of the group from the step's first one on. What is behind the group is not read.
-  __device__ void load(const char* from, int panel, int t, int left) {
-    if (left >= kStep) {
+  // from: the row's first lane of the step.
+  __device__ void load(const char* from, const uint32_t (&places)[kWords]) {
 #pragma unroll
-      for (int i = 0; i < kWords; i++) words[i] = word(from + i * panel * 4);
-    } else {
-      const int column = kBytes ? 8 * t : kStep == 16 ? t / 2 * 8 : 8 * t;
-#pragma unroll
-      for (int i = 0; i < kWords; i++) words[i] = column + 4 * i < left ? word(from + i * panel * 4) : 0;
-    }
+    for (int i = 0; i < kWords; i++) words[i] = __ldg(reinterpret_cast<const uint32_t*>(from + places[i]));
   }
   __device__ void unpack(int t, uint32_t (&out)[kRegisters]) const {
     uint32_t both[2];
@@ -60,9 +60,6 @@ struct Lanes {
     if constexpr (kRegisters == 2) out[0] = both[0], out[1] = both[1];
     else out[0] = t % 2 ? both[1] : both[0];
   }
-
- private:
-  static __device__ uint32_t word(const char* from) { return *reinterpret_cast<const uint32_t*>(from); }
 };
 
 // Sums of a group's products as floats: fl(256 high + low), or fl(low) of one plane.

@@ -19,6 +19,10 @@ template <typename T>
 T __ldcg(const T* from) {
   return *from;
 }
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
