@@ -50,7 +50,11 @@ constexpr int kStreamAhead = 3072;  // bytes, for weights of 8 bits and more
 // A single stream of weights leaves some of a core's bandwidth unused. So one row, for which memory is the bottleneck,
 // is multiplied with several panels in turn, each prefetched less far ahead. (Zen 3, one core: 12 GB/s with one stream,
 // 16 with four, of 16 that can be read. With turns or distances twice as long it is 14 to 15.)
+#ifdef AS_ISA_AVX2
 constexpr int kStreams = 4;
+#else
+constexpr int kStreams = 1;  // not measured there yet
+#endif
 constexpr int kStreamsAhead = 1024;  // bytes, of each
 
 // Prefetches part `i` of `pieces` of the data at p: the next block of weights, gradually while this one is processed.
