@@ -70,6 +70,8 @@ def warmed(gpu, count: int = 3):
 LENGTHS = (1, 2, 17, 33, 70)  # lengths of the prompts of a step
 VOCAB = 53
 EXACT, ROUNDED = 2e-5, 2e-2  # relative to the values' root mean square; ROUNDED: products of bfloat16
+# Sums of products in three parts, which tensor cores round towards zero: up to 1.3 of EXACT in 6 runs of all shapes.
+IN_PARTS = 2.5 * EXACT
 #: tolerance of float16 relative to bfloat16's: float16 has three more bits of mantissa
 FLOAT16_FACTOR = 1 / 8
 DTYPES16 = ("bfloat16", "float16")
@@ -100,7 +102,7 @@ def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32") -> None:
     error = np.abs(found.logits - expected.logits).max() / scale
     print(f"error {error:.2e} of {tolerance}")
     assert error <= tolerance
-    if tolerance == EXACT:
+    if tolerance <= IN_PARTS:   # which the bounds below follow from
         chosen = np.take_along_axis(expected.logits, found.tokens[:, None], 1)[:, 0]
         assert (expected.logits.max(1) - chosen <= 1e-4 * scale).all()
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-3)
