@@ -59,6 +59,34 @@ struct ChunkWork {
   __device__ int row_of(int n) const { return base + column + 8 * n; }
   __device__ int last_block() const { return (first + count - 1) / kBlock; }
 
+  // Loads a chunk that lies in the ring as a whole, for grow() and advance(). width: of the values that the head has.
+  __device__ void load_past(const float* keys, const float* deltas, const double* totals, const DeltaShape& s,
+                            int width, bool aligned) const {
+    load_rows(m.keys, stride, keys, s.key, kChunkRows, s.key, padded, aligned);
+    load_rows(m.deltas, kStride, deltas, s.value, kChunkRows, width, kC, aligned);
+    for (int j = threadIdx.x; j < kChunkRows; j += kThreads) m.totals[j] = totals[j];
+  }
+
+  // Zeros for deltas behind the last row, up to the end of its block.
+  __device__ void clear_deltas_behind() const {
+    for (int i = (first + count) * kC + threadIdx.x; i < (last_block() + 1) * kBlock * kC; i += kThreads)
+      m.deltas[i / kC * kStride + i % kC] = 0;
+  }
+
+  // Of a state space: deltas are values times their steps.
+  __device__ void scale_deltas() const {
+    for (int n = threadIdx.x; n < count * kC; n += kThreads) {
+      float& delta = m.deltas[(first + n / kC) * kStride + n % kC];
+      delta = __fmul_rn(m.betas[first + n / kC], delta);
+    }
+  }
+
+  // Writes the rows' deltas to the ring, from the chunk's first row on.
+  __device__ void keep_deltas(float* ring, int pitch, int width) const {
+    for (int n = threadIdx.x; n < count * kC; n += kThreads)
+      if (const int j = first + n / kC, c = n % kC; c < width) ring[(size_t)j * pitch + c] = m.deltas[j * kStride + c];
+  }
+
   // sums = what the state answers to the columns' keys or queries
   __device__ void answer() {
     const int g = lane() / 4, t = lane() % 4;

@@ -119,9 +119,8 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
 
   while (at < item.start / kChunkRows * kChunkRows) {  // accepted drafts had reached beyond a multiple
     const int place = at % kRing;
-    load_rows(m.keys, a.stride, ring_keys + (size_t)place * s.key, s.key, kChunkRows, s.key, a.padded, a.aligned);
-    load_rows(m.deltas, kStride, ring_deltas + (size_t)place * s.value, s.value, kChunkRows, width, kC, a.aligned);
-    for (int j = tid; j < kChunkRows; j += kThreads) m.totals[j] = ring_totals[place + j];
+    work.load_past(ring_keys + (size_t)place * s.key, ring_deltas + (size_t)place * s.value, ring_totals + place, s,
+                   width, a.aligned);
     wait_rows();
     work.grow();
     __syncthreads();
@@ -152,8 +151,7 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
     load_rows(m.deltas, kStride, ring_deltas + (size_t)place * s.value, s.value, first, width, kC, a.aligned);
     load_rows(m.deltas + first * kStride, kStride, x + a.v_at + head * s.value + begin, a.width, count, width, kC,
               a.aligned);
-    for (int i = (first + count) * kC + tid; i < (work.last_block() + 1) * kBlock * kC; i += kThreads)
-      m.deltas[i / kC * kStride + i % kC] = 0;
+    work.clear_deltas_behind();
     for (int j = tid; j < first + count; j += kThreads) {
       const size_t entry = (size_t)(row + j - first) * s.heads + head;
       const double total = j < first ? ring_totals[place + j] : a.totals[entry];
@@ -172,12 +170,7 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
         *of_query = j > i ? 0.0f : __fmul_rn(factor, *of_query);
       }
       if (first + count == kChunkRows) work.grow();
-      if constexpr (!kDelta) {
-        for (int n = tid; n < count * kC; n += kThreads) {
-          float& delta = m.deltas[(first + n / kC) * kStride + n % kC];
-          delta = __fmul_rn(m.betas[first + n / kC], delta);
-        }
-      }
+      if (!kDelta) work.scale_deltas();
     };
     const int turn = work.column_warp < Work::kColumnWarps / 2;
 #pragma unroll 1
@@ -193,10 +186,7 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
           [&](int i, const float4& four) { put_values<kDelta>(a, head, begin + work.value, row + i - first, four); });
     __syncthreads();
     if (left > 0) load_pairs(next, 0, left);
-    if (at >= kept)
-      for (int n = tid; n < count * kC; n += kThreads)
-        if (const int j = first + n / kC, c = n % kC; c < width)
-          ring_deltas[(size_t)(place + j) * s.value + c] = m.deltas[j * kStride + c];
+    if (at >= kept) work.keep_deltas(ring_deltas + (size_t)place * s.value, s.value, width);
     position = next;
     if (first + count == kChunkRows && (position < end || at + kChunkRows <= kept)) advance();
     __syncthreads();

@@ -247,10 +247,8 @@ __device__ void several_rows(const DeltaArgs& a, const StateItem& item, float* m
 
   while (at < item.start / kChunkRows * kChunkRows) {  // accepted drafts had reached beyond a multiple
     const int place = at % kRing;
-    load_rows(m.keys, a.stride, ring_keys + (size_t)place * s.key, s.key, kChunkRows, s.key, a.padded, a.aligned);
-    load_rows(m.deltas, kStride, ring_deltas + (size_t)place * s.value, s.value, kChunkRows, width, kColumns,
-              a.aligned);
-    for (int j = tid; j < kChunkRows; j += kThreads) m.totals[j] = ring_totals[place + j];
+    work.load_past(ring_keys + (size_t)place * s.key, ring_deltas + (size_t)place * s.value, ring_totals + place, s,
+                   width, a.aligned);
     wait_rows();
     work.grow();
     __syncthreads();
@@ -264,8 +262,7 @@ __device__ void several_rows(const DeltaArgs& a, const StateItem& item, float* m
     load_rows(m.deltas, kStride, ring_deltas + (size_t)place * s.value, s.value, first, width, kColumns, a.aligned);
     load_rows(m.deltas + first * kStride, kStride, a.p.x + (size_t)row * a.width + a.v_at + head * s.value + begin,
               a.width, count, width, kColumns, a.aligned);
-    for (int i = (first + count) * kColumns + tid; i < (work.last_block() + 1) * kBlock * kColumns; i += kThreads)
-      m.deltas[i / kColumns * kStride + i % kColumns] = 0;
+    work.clear_deltas_behind();
     for (int j = tid; j < first; j += kThreads) m.totals[j] = ring_totals[place + j];
     for (int i = warp; i < 2 * count; i += kThreads / 32) {
       const int r = i / 2, part = i % 2;  // 0: the key
@@ -284,11 +281,7 @@ __device__ void several_rows(const DeltaArgs& a, const StateItem& item, float* m
       }
     }
     wait_rows();
-    if constexpr (!kDelta)
-      for (int n = tid; n < count * kColumns; n += kThreads) {
-        float& delta = m.deltas[(first + n / kColumns) * kStride + n % kColumns];
-        delta = __fmul_rn(m.betas[first + n / kColumns], delta);
-      }
+    if (!kDelta) work.scale_deltas();
     if (first + count == kChunkRows) work.grow();
     constexpr int kTiles = Work::kParts;  // of 8 columns
     for (int j0 = warp * 2 * kBlock; j0 < first + count; j0 += kThreads / 16 * kBlock) {
@@ -317,9 +310,7 @@ __device__ void several_rows(const DeltaArgs& a, const StateItem& item, float* m
           [&](int i, const float4& four) { put_values<kDelta>(a, head, begin + work.value, row + i - first, four); });
     __syncthreads();
     if (at >= kept) {
-      for (int n = tid; n < count * kColumns; n += kThreads)
-        if (const int j = first + n / kColumns, c = n % kColumns; c < width)
-          ring_deltas[(size_t)(place + j) * s.value + c] = m.deltas[j * kStride + c];
+      work.keep_deltas(ring_deltas + (size_t)place * s.value, s.value, width);
       if (blockIdx.x == 0) {
         if (tid < count) ring_totals[place + first + tid] = m.totals[first + tid];
         if (head % a.group == 0)
