@@ -13,7 +13,7 @@ struct LayerRows {
     size_t used = 0;
     const auto take = [&](size_t size) {
       char* found = memory + used;
-      used += (size + 255) / 256 * 256;
+      used += round_up_256(size);
       return found;
     };
     x = exact_rows(take(exact_rows_bytes(layer.gate_up, rows)), layer.gate_up, rows);

@@ -10,8 +10,6 @@ namespace {
 constexpr double kMaskSeconds = 30;                         // longer than any mask takes
 constexpr size_t kEditsOfARow = 4096, kMaxEdits = 1 << 20;  // per row on average; per step
 
-size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 }  // namespace
 
 DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax, int width, int max_outputs,
@@ -39,11 +37,11 @@ DeviceSampler::DeviceSampler(const Device& device, float* logits, Argmax* argmax
   task_.samples = samples_.as<RowSample>(), task_.edits = edits_.as<Edit>(),
   task_.outputs = outputs_.as<SampleOutput>();
   const size_t chunks = rows * task_.chunks, groups = chunks * groups_of(task_.chunk);
-  const size_t each =
-      rounded(chunks * sizeof(double)) + rounded(chunks * sizeof(float)) + rounded(groups * sizeof(float));
-  sums_ = Memory(2 * each + rounded(rows * sizeof(float)), "sums of samples");
+  const size_t each = round_up_256(chunks * sizeof(double)) + round_up_256(chunks * sizeof(float)) +
+                      round_up_256(groups * sizeof(float));
+  sums_ = Memory(2 * each + round_up_256(rows * sizeof(float)), "sums of samples");
   char* next = sums_.as();
-  const auto take = [&](size_t bytes) { return next += rounded(bytes), next - rounded(bytes); };
+  const auto take = [&](size_t bytes) { return next += round_up_256(bytes), next - round_up_256(bytes); };
   for (ChunkSums* sums : {&task_.raw, &task_.processed}) {
     sums->sums = reinterpret_cast<double*>(take(chunks * sizeof(double)));
     sums->maxima = reinterpret_cast<float*>(take(chunks * sizeof(float)));

@@ -43,7 +43,7 @@ struct RankSamples {
     return reinterpret_cast<SampleOutput*>(memory[on] + argmax_bytes() + logit_bytes() + mask_bytes());
   }
   AS_BOTH size_t bytes() const {
-    return vocab ? argmax_bytes() + logit_bytes() + mask_bytes() + rounded(outputs * sizeof(SampleOutput)) : 0;
+    return vocab ? argmax_bytes() + logit_bytes() + mask_bytes() + round_up_256(outputs * sizeof(SampleOutput)) : 0;
   }
   // Where this rank's kernels read the logits and masks of its samples.
   float* own_logits() const { return staged ? reinterpret_cast<float*>(staged) : logits(peers.rank); }
@@ -59,10 +59,9 @@ struct RankSamples {
   static constexpr int kArgmaxWords = 3;  // of an Argmax: a value each, and a number of its step
 
  private:
-  static AS_BOTH size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
-  AS_BOTH size_t argmax_bytes() const { return rounded(2 * (size_t)peers.world * outputs * kArgmaxWords * 8); }
-  AS_BOTH size_t logit_bytes() const { return rounded((size_t)most() * vocab * sizeof(float)); }
-  AS_BOTH size_t mask_bytes() const { return rounded((size_t)most() * mask_words() * sizeof(uint32_t)); }
+  AS_BOTH size_t argmax_bytes() const { return round_up_256(2 * (size_t)peers.world * outputs * kArgmaxWords * 8); }
+  AS_BOTH size_t logit_bytes() const { return round_up_256((size_t)most() * vocab * sizeof(float)); }
+  AS_BOTH size_t mask_bytes() const { return round_up_256((size_t)most() * mask_words() * sizeof(uint32_t)); }
 };
 
 // Replaces the argmaxes [rows, kArgmaxParts] of this rank's part of the vocabulary by those of all ranks' parts: part r

@@ -13,6 +13,9 @@
 
 namespace as::cuda {
 
+// Where the next part of an allocation may begin.
+AS_BOTH constexpr size_t round_up_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
 // 16-bit float types, bfloat16 and float16 (IEEE 754 binary16), as PTX names them. Values too large for float16 become
 // its maximum, 65504. All 16-bit tensors of a program have one type, except the KV cache. Quantized weights and 8-bit
 // activations are supported with bfloat16 only.

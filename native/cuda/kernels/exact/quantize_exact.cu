@@ -76,7 +76,6 @@ __global__ void __launch_bounds__(kThreads) quantize_exact_kernel(const __grid_c
   }
 }
 
-size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
 size_t row_bytes(const ExactMatrix& w) { return (size_t)w.whole_steps() * w.step() * exact_planes(w.format); }
 
 }  // namespace
@@ -119,12 +118,12 @@ ExactMatrix exact_matrix(const Packed& w, const int* order) {
 }
 
 size_t exact_rows_bytes(const ExactMatrix& w, int rows) {
-  return whole(rows * row_bytes(w)) + whole(rows * sizeof(float)) +
-         (w.lone ? 0 : whole(rows * sizeof(float) * (size_t)w.groups));
+  return round_up_256(rows * row_bytes(w)) + round_up_256(rows * sizeof(float)) +
+         (w.lone ? 0 : round_up_256(rows * sizeof(float) * (size_t)w.groups));
 }
 
 ExactRows exact_rows(char* memory, const ExactMatrix& w, int rows) {
-  char *scales = memory + whole(rows * row_bytes(w)), *sums = scales + whole(rows * sizeof(float));
+  char *scales = memory + round_up_256(rows * row_bytes(w)), *sums = scales + round_up_256(rows * sizeof(float));
   return {reinterpret_cast<int8_t*>(memory), reinterpret_cast<float*>(scales),
           w.lone ? nullptr : reinterpret_cast<float*>(sums)};
 }

@@ -131,8 +131,6 @@ __global__ void __launch_bounds__(kThreads) sigmoid_mul_kernel(float* x, const f
   if (column < width) x[(size_t)row * width + column] *= 1.0f / (1.0f + expf(-gate[row]));
 }
 
-constexpr size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 int max_tiles(int entries, int experts) {
   const int many = entries / 8 + experts;  // tiles have at least 8 rows
   return entries < many ? entries : many;
@@ -142,14 +140,15 @@ int max_tiles(int entries, int experts) {
 
 size_t routing_bytes(int rows, int top, int experts) {
   const size_t entries = (size_t)rows * top;
-  return 3 * whole(entries * 4) + whole(max_tiles((int)entries, experts) * sizeof(ExpertTile)) + 2 * whole(4);
+  return 3 * round_up_256(entries * 4) + round_up_256(max_tiles((int)entries, experts) * sizeof(ExpertTile)) +
+         2 * round_up_256(4);
 }
 
 void place_routing(char* memory, int rows, int experts, Routing& r) {
   const size_t entries = (size_t)rows * r.top;
   const auto take = [&](size_t bytes) {
     char* found = memory;
-    memory += whole(bytes);
+    memory += round_up_256(bytes);
     return found;
   };
   r.entry_of = reinterpret_cast<int*>(take(entries * 4)), r.shares = reinterpret_cast<float*>(take(entries * 4));

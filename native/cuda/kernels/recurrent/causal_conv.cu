@@ -103,9 +103,8 @@ void launch(const CausalConv& p, const StateRows& rows, const Queue& queue) {
 }  // namespace
 
 PageBytes causal_conv_bytes(int channels, int taps) {
-  const auto whole = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
   const size_t row = sizeof(float) * channels;
-  return {whole((taps - 1) * row), whole((taps - 1 + kChunkRows) * row)};
+  return {round_up_256((taps - 1) * row), round_up_256((taps - 1 + kChunkRows) * row)};
 }
 
 void causal_conv(const CausalConv& p, const StateRows& rows, const Queue& queue) {

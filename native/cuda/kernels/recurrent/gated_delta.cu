@@ -4,8 +4,6 @@
 namespace as::cuda {
 namespace {
 
-size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
 template <bool kDelta>
 void launch(const recurrent::DeltaArgs& a, const StateRows& rows, const Queue& queue) {
   if (rows.short_items) recurrent::delta_rows<kDelta>(a, rows, queue);
@@ -16,11 +14,11 @@ void launch(const recurrent::DeltaArgs& a, const StateRows& rows, const Queue& q
 
 PageBytes gated_delta_bytes(const DeltaShape& s) {
   const size_t keys = sizeof(float) * s.key_heads * s.key, values = sizeof(float) * s.heads * s.value;
-  return {whole(values * s.key), whole(recurrent::kRing * (sizeof(double) * s.heads + keys + values))};
+  return {round_up_256(values * s.key), round_up_256(recurrent::kRing * (sizeof(double) * s.heads + keys + values))};
 }
 
 size_t gated_delta_scratch(const DeltaShape& s, int rows) {
-  return rows * (whole(12 * s.heads) + sizeof(float) * 2 * kChunkRows * s.key_heads);
+  return rows * (round_up_256(12 * s.heads) + sizeof(float) * 2 * kChunkRows * s.key_heads);
 }
 
 void gated_delta(const GatedDelta& p, const StateRows& rows, const Queue& queue) {
