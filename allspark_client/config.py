@@ -124,6 +124,9 @@ class AsModelConfig(Checked):
     max_image_tokens: int = int_field(0, 0, 1 << 16)
     #: bytes on rank 0 in which computed images are kept for further requests that show them
     image_cache_memory: int = int_field(256 << 20, 0, INT64_MAX)
+    #: in a mixed group with a GPU: rows of a step from which on the GPU copies experts from the memory of their ranks
+    #: and computes them itself, with the same bits; -1: chosen from measured speeds; 0: never
+    expert_streaming_rows: int = int_field(-1, -1, INT32_MAX)
     #: the model is loaded when a request names it, and unloaded when others need its memory
     on_demand: bool = bool_field(False)
     #: with on_demand: seconds without requests after which the model is unloaded; 0: only when others need its memory

@@ -1,7 +1,7 @@
 """Measures a served mixed group: routed experts on CPUs, the rest of the model on a GPU (or on CPUs).
 
     bench_mixed.py [gpt-oss-120b|30b-a3b] [--layers 12] [--gpu 0] [--threads 14] [--weight-dtype auto]
-                   [--requests 1,4,16] [--prompts 512,2048] [--folder /dev/shm]
+                   [--requests 1,4,16] [--prompts 2048,8192] [--streaming 0,-1] [--step-tokens 0] [--folder /dev/shm]
 
 The checkpoint has the model's shape with fewer layers, and random weights. `allspark serve --experts-on cpu` serves it;
 ClientEngine asks.
@@ -12,7 +12,9 @@ which the threads of the experts' rank read. A whole model's tokens/s are those 
 takes here, with what is not in layers counted once.
 
 Prompts: tokens/s of one request for one token, beside the ceiling of sending all experts' weights to the GPU over PCIe
-once a prompt, at 50 GB/s. They are computed by the CPUs.
+once for each step of a prompt (of --step-tokens tokens; 0: the whole longest prompt), at the rate that torch measures
+from pinned memory. --streaming: values of expert_streaming_rows, each of which is served and measured: 0: CPUs compute
+the experts of prompts, -1: the GPU does, from a number of rows that is chosen. --requests "": no decoding.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import numpy as np
 from allspark_client import ClientEngine
 from allspark_launch.group.background import background_group
 
-TOKENS, SKIPPED, PCIE = 200, 2, 50e9
+TOKENS, SKIPPED = 200, 2
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,51 @@ def read_bandwidth(cpus: list[int]) -> float:
                                 text=True).stdout)
 
 
+def copy_bandwidth(gpu: int) -> float:
+    """Bytes/s from pinned host memory to a GPU, the best of ten copies of 256 MiB; in a process of its own."""
+    words = ("import sys, time, torch; device = f'cuda:{sys.argv[1]}'; "
+             "host = torch.zeros(1 << 28, dtype=torch.uint8).pin_memory(); there = host.to(device); best = 9.\n"
+             "for _ in range(10):\n"
+             " torch.cuda.synchronize(); began = time.perf_counter(); there.copy_(host, non_blocking=True)\n"
+             " torch.cuda.synchronize(); best = min(best, time.perf_counter() - began)\n"
+             "print(host.numel() / best)")
+    return float(subprocess.run([sys.executable, "-c", words, str(gpu)], check=True, capture_output=True,
+                                text=True).stdout)
+
+
+def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: float, pcie: float) -> None:
+    """Serves a model with these fields, and prints what is measured."""
+    rng = np.random.default_rng(1)
+    options: dict = {"models": [fields], "experts_on": "cpu"}
+    if given.gpu >= 0:
+        options["gpus"] = [given.gpu]
+    if given.threads:
+        options["cpus_per_rank"] = given.threads
+    file = Path(fields["model_path"]) / "group.json"
+    file.write_text(json.dumps(options))
+    began = time.perf_counter()
+    with (background_group(["--config", str(file)], verbose=True) as group,
+          ClientEngine(group.addresses[0]) as engine):
+        print(f"expert_streaming_rows={fields['expert_streaming_rows']}: ready after "
+              f"{time.perf_counter() - began:.1f} s", flush=True)
+        asked(engine, 1, 32, 8, rng)
+        for requests in (int(n) for n in given.requests.split(",") if n):
+            step = decode(engine, requests, rng)
+            least = given.layers * shape.layer_bytes(requests) / bandwidth
+            whole = shape.layers / given.layers * step
+            print(f"{requests:4d} requests: step {1e3 * step:.2f} ms, {requests / step:.0f} tokens/s, "
+                  f"{least / step:.2f} of the ceiling; whole model at most {1e3 * whole:.1f} ms, "
+                  f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})",
+                  flush=True)
+        for length in (int(n) for n in given.prompts.split(",") if n):
+            seconds = min(asked(engine, 1, length, 1, rng)[0] for _ in range(3))
+            steps = -(-length // fields["max_step_tokens"])
+            sent = steps * given.layers * shape.layer_bytes(1 << 20) / pcie
+            print(f"prompt {length}: {1e3 * seconds:.0f} ms, {length / seconds:.0f} tokens/s, whole model "
+                  f"{length / seconds * given.layers / shape.layers:.0f}; weights over PCIe {1e3 * sent:.0f} ms, "
+                  f"{sent / seconds:.2f} of that rate", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="?", choices=SHAPES, default="gpt-oss-120b")
@@ -133,49 +180,31 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of each rank (default: the launcher's choice)")
     parser.add_argument("--weight-dtype", default="")
     parser.add_argument("--requests", default="1,4,16")
-    parser.add_argument("--prompts", default="512,2048")
+    parser.add_argument("--prompts", default="2048,8192")
+    parser.add_argument("--streaming", default="0,-1")
+    parser.add_argument("--step-tokens", type=int, default=0)
     parser.add_argument("--folder", default="/dev/shm")
     given = parser.parse_args()
-    shape, rng = SHAPES[given.shape], np.random.default_rng(1)
+    shape = SHAPES[given.shape]
     cpus = sorted(os.sched_getaffinity(0))
     threads = given.threads or max(len(cpus) - 2, 1)
     bandwidth = read_bandwidth(cpus[:threads])
-    numbers = [int(n) for n in given.requests.split(",")]
+    pcie = copy_bandwidth(given.gpu) if given.gpu >= 0 else 50e9
+    numbers = [int(n) for n in given.requests.split(",") if n]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         began = time.perf_counter()
         size = (bench_gpt_oss.write_checkpoint(Path(folder), given.layers, shape.experts)
                 if shape.weight_dtype == "auto" else write_qwen3_moe(Path(folder), shape, given.layers))
         print(f"{given.shape}, {given.layers} of {shape.layers} layers: {size / 1e9:.1f} GB, written in "
-              f"{time.perf_counter() - began:.0f} s; {threads} threads read {bandwidth / 1e9:.0f} GB/s", flush=True)
+              f"{time.perf_counter() - began:.0f} s; {threads} threads read {bandwidth / 1e9:.0f} GB/s, "
+              f"PCIe brings {pcie / 1e9:.1f} GB/s", flush=True)
+        lengths = [int(n) for n in given.prompts.split(",") if n]
         fields = {"model_name": "m", "model_path": folder, "weight_dtype": given.weight_dtype or shape.weight_dtype,
-                  "weight_group_size": shape.group_size, "engine_max_batch": max(numbers), "engine_max_length": 9000,
-                  "enable_prefix_cache": False, "cache_memory": 4 << 30}
-        file = Path(folder) / "group.json"
-        group_options: dict = {"models": [fields], "experts_on": "cpu"}
-        if given.gpu >= 0:
-            group_options["gpus"] = [given.gpu]
-        if given.threads:
-            group_options["cpus_per_rank"] = given.threads
-        file.write_text(json.dumps(group_options))
-        began = time.perf_counter()
-        with (background_group(["--config", str(file)], verbose=True) as group,
-              ClientEngine(group.addresses[0]) as engine):
-            print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
-            asked(engine, 1, 32, 8, rng)
-            for requests in numbers:
-                step = decode(engine, requests, rng)
-                least = given.layers * shape.layer_bytes(requests) / bandwidth
-                whole = shape.layers / given.layers * step
-                print(f"{requests:4d} requests: step {1e3 * step:.2f} ms, {requests / step:.0f} tokens/s, "
-                      f"{least / step:.2f} of the ceiling; whole model at most {1e3 * whole:.1f} ms, "
-                      f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})",
-                      flush=True)
-            for length in (int(n) for n in given.prompts.split(",") if n):
-                seconds = min(asked(engine, 1, length, 1, rng)[0] for _ in range(2))
-                sent = given.layers * shape.layer_bytes(1 << 20) / PCIE
-                print(f"prompt {length}: {1e3 * seconds:.0f} ms, {length / seconds:.0f} tokens/s, whole model "
-                      f"{length / seconds * given.layers / shape.layers:.0f}; weights over PCIe {1e3 * sent:.0f} ms, "
-                      f"{sent / seconds:.2f} of that rate", flush=True)
+                  "weight_group_size": shape.group_size, "engine_max_batch": max(numbers, default=1),
+                  "engine_max_length": 9000, "enable_prefix_cache": False, "cache_memory": 4 << 30,
+                  "max_step_tokens": given.step_tokens or max(lengths, default=2048)}
+        for streaming in given.streaming.split(","):
+            measured(shape, given, {**fields, "expert_streaming_rows": int(streaming)}, bandwidth, pcie)
 
 
 if __name__ == "__main__":

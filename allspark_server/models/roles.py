@@ -47,6 +47,11 @@ def experts_part(graph: Graph) -> Graph:
     return part
 
 
+def expert_ops(graph: Graph) -> list[list[Op]]:
+    """The ops of the routed experts of each layer, up to the sum of each row's experts. ValueError as model_part()."""
+    return [[graph.ops[number] for number in layer.numbers] for layer in _layers(graph)]
+
+
 def message_sizes(graph: Graph) -> tuple[int, int, int]:
     """Of the largest message between the model's rank and those of experts: the width of a row, the number of its
     experts, and the width of its sum.

@@ -13,7 +13,7 @@ class Announced:
     states: recurrent states of all sequences. tower: weights and memory of the vision tower. messages: what a mixed
     group's ranks exchange; images: of the image cache. These two and host_cache are in the host's memory, even if the
     rank computes on a GPU. span_bytes: of one span of the cache. in_host_memory: the rank computes in the host's
-    memory.
+    memory. streaming: of experts that a GPU copies from the memory of other ranks (runtime/expert_streams.py).
     """
 
     weights: int
@@ -26,6 +26,7 @@ class Announced:
     host_cache: int
     span_bytes: int
     in_host_memory: bool
+    streaming: int = 0
 
     @property
     def on_host(self) -> int:
@@ -35,5 +36,5 @@ class Announced:
     @property
     def fixed(self) -> int:
         """Bytes of the memory that the rank computes in, without the cache."""
-        own = self.weights + self.experts + self.activations + self.states + self.tower
+        own = self.weights + self.experts + self.activations + self.states + self.tower + self.streaming
         return own + self.on_host if self.in_host_memory else own

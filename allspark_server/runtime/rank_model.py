@@ -102,6 +102,12 @@ class RankModel:
         return {name: form for name, form in (self._elsewhere | self.formats).items()
                 if name in self.opened.graph.weights}
 
+    @property
+    def expert_formats(self) -> dict[str, WeightFormat]:
+        """The format of each matrix of routed experts, of all ranks of a mixed group."""
+        return {name: form for name, form in (self._elsewhere | self.formats).items()
+                if name in self.whole.weights and self.whole.weights[name].experts}
+
     def open_head(self, layer: int) -> OpenedModel:
         """A layer of the draft head of this model, as a model of its own."""
         if self.eagle:

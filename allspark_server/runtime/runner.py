@@ -14,7 +14,7 @@ from allspark_client.types import ModelInfo
 from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.models.text_outputs import text_outputs
-from allspark_server.runtime import binding, memory
+from allspark_server.runtime import binding, expert_streams, memory
 from allspark_server.runtime.announced import Announced
 from allspark_server.runtime.device import Device, device_of, gpu_of, step_tokens
 from allspark_server.runtime.digest import results_digest
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _PAGE = 4096
 _ANY_NUMBER = 2**31 - 1     # of spans, on ranks that have no cache
 PROGRESS_SECONDS = 5.0
+_SHARED_SLACK = 2 << 20     # bytes of address space for the alignment of matrices
 
 
 class ModelRunner:
@@ -63,6 +64,7 @@ class ModelRunner:
         self._executor: Any = None
         self._exchange: Any = None  # native, in a mixed group
         self._exchange_sizes: dict[str, Any] = {}
+        self._streaming: int | None = None  # in a mixed group: bytes of the GPU's memory; None: it computes no experts
         self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: RankModel | None = None
         self._drafts: list[RankModel] = []      # a draft model, or the layers of a draft head
@@ -136,6 +138,7 @@ class ModelRunner:
                            for draft in self._drafts)
         messages = images = host_cache = 0
         if role.mixed:
+            self._streaming = self._stream_bytes()
             self._exchange_sizes = exchange_sizes(model.whole, sizes.rows)
             messages = native_library().ExpertExchange.bytes_needed(**self._exchange_sizes, holds_experts=role.experts)
         if self.tower is not None and not self.rank:
@@ -147,7 +150,17 @@ class ModelRunner:
             weights=sum(shard.weight_bytes(device, experts=False) for shard in models), activations=activations,
             states=config.engine_max_batch * sum(model.state_bytes(device)),
             tower=self.tower.memory if self.tower is not None else 0, messages=messages, images=images,
-            host_cache=host_cache, span_bytes=self._span_bytes, in_host_memory=device.host_memory)
+            host_cache=host_cache, span_bytes=self._span_bytes, in_host_memory=device.host_memory,
+            streaming=self._streaming or 0)
+
+    def _stream_bytes(self) -> int | None:
+        """Bytes of the GPU's memory for experts that it computes itself; 0 on ranks of experts; None: it does not."""
+        model = self._shard
+        if reason := expert_streams.reason_against(model, self.config, self._unit):
+            if self.role.experts and self._unit.startswith("CUDA:"):
+                logger.info("rank %d: experts of long prompts are computed by CPUs: %s", self.rank, reason)
+            return None
+        return 0 if self.role.experts else expert_streams.stream_bytes(model, self._sizes.rows, self.world - 1)
 
     def load(self) -> int:
         """Opens and loads the model; returns the number of cache spans that fit. Raises AllSparkError on failure."""
@@ -158,6 +171,8 @@ class ModelRunner:
             spans = self.spans(device.available(self.sharers), announced)
             self._reservation = device.reserve(config.model_name, announced.fixed + spans * announced.span_bytes)
         self._executor = device.executor(role.rank, role.world, self.shared_memory)
+        if role.experts and self._streaming is not None:
+            self._executor.share_matrices(announced.experts + _SHARED_SLACK)
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
@@ -172,6 +187,8 @@ class ModelRunner:
                 self._exchange = native_library().ExpertExchange(self.shared_memory, **self._exchange_sizes,
                                                                  by_gpu=by_gpu)
                 self.address = self._exchange.address.hex()
+                if role.experts and self._streaming is not None:
+                    self.address += " " + self._executor.describe_experts().hex()
         for draft in self._drafts:
             self._draft_executors.append(executor := device.draft_executor(self._executor, draft.world > 1))
             with memory_errors(f"loading the weights of {self._draft_name}"):
@@ -201,10 +218,14 @@ class ModelRunner:
         """
         self._loaded()
         if self._exchange is not None:
-            self._exchange.connect([bytes.fromhex(address) for address in addresses])
+            exchanges = [address.split(" ") for address in addresses]
+            self._exchange.connect([bytes.fromhex(parts[0]) for parts in exchanges])
             if self.role.experts and any(form.exact for form in self._shard.formats.values()):
                 self._executor.use_exact_activations()
             self._executor.set_exchange(self._exchange)
+            if self._streaming and all(len(parts) > 1 for parts in exchanges[1:]):
+                expert_streams.stream(self._executor, [parts[1] for parts in exchanges[1:]], self._sizes.rows,
+                                      self._exchange_sizes["top"], self._streaming, self.config.expert_streaming_rows)
             return
         executors = [self._executor, *(executor for draft, executor in zip(self._drafts, self._draft_executors)
                                        if draft.world > 1)]

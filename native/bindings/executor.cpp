@@ -189,6 +189,7 @@ void bind_panels(py::module_& m) {
   py::class_<Panels>(m, "Panels", "A copy of a stack of experts' matrices in panels (cpu/kernels/format.h).")
       .def_property_readonly(
           "rows", [](const Panels& p) { return p.layout.panel; }, "Rows of a panel.")
+      .def("__len__", [](const Panels& p) { return p.experts.size(); })
       .def(
           "bytes",
           [](const Panels& p, size_t expert) {
@@ -442,6 +443,20 @@ void bind_executor(py::module_& m) {
       "A new executor, for another model, that shares this one's threads.");
   executor.def("set_exchange", &Executor::set_exchange, py::arg("exchange"),
                "Sets the ExpertExchange of a mixed group, before allocate().");
+  executor.def("share_matrices", &Executor::share_matrices, py::arg("bytes"),
+               "Before add_matrix(): other processes can map the matrices, as far as so many bytes suffice.");
+  executor.def(
+      "describe_experts",
+      [](Executor& e) {
+        std::string address;
+        {
+          py::gil_scoped_release release;
+          address = e.describe_experts();
+        }
+        return py::bytes(address);
+      },
+      "The address by which the model's rank of a mixed group finds the experts, after the program is built. Raises "
+      "ValueError that says why a GPU cannot compute them.");
   executor.def("use_exact_activations", &Executor::use_exact_activations,
                "Before allocate(): silu and other activations have the bits that they have on every device.");
   bind_model<Executor>(executor);

@@ -58,6 +58,8 @@ PYBIND11_MODULE(_native, m) {
         return as::crc32(info.ptr, (size_t)(info.size * info.itemsize), crc);
       },
       py::arg("data"), py::arg("crc") = 0, "The CRC-32 of bytes, as zlib.crc32.");
+  m.def("shares_huge_pages", as::shares_huge_pages,
+        "Whether memory that processes share can be in huge pages, as private memory is.");
   m.def(
       "matrix_bytes",
       [](int n, int k, const std::string& dtype, int group_size, int experts, int gathered, const py::kwargs& layout) {

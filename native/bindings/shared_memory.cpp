@@ -13,7 +13,9 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/panels.h"
 #include "comm/expert_exchange.h"
+#include "comm/expert_panels.h"
 #include "cpu/kernels/kernels.h"
 
 namespace py = pybind11;
@@ -204,6 +206,55 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("messages_rows", &ExpertExchange::messages_rows, "How many rows these had.")
       .def("end_step", &ExpertExchange::end_step,
            "Ends a step that runs without a plan: ranks of experts return from it.");
+  py::class_<ExpertPanels, std::shared_ptr<ExpertPanels>>(
+      m, "ExpertPanels", "The matrices of ranks of experts in their memory (native/comm/expert_panels.h).")
+      .def(py::init<const std::vector<std::string>&>(), py::arg("addresses"),
+           "addresses: of Executor.describe_experts() of all ranks of experts, in order.")
+      .def_property_readonly("ranks", &ExpertPanels::ranks)
+      .def_property_readonly("layers", &ExpertPanels::layers)
+      .def_property_readonly(
+          "bytes",
+          [](const ExpertPanels& p) {
+            size_t all = 0;
+            for (int rank = 0; rank < p.ranks(); rank++) all += p.matrices_bytes(rank);
+            return all;
+          },
+          "Of all matrices.")
+      .def(
+          "seconds",
+          [](const ExpertPanels& p, int rank) {
+            py::dict found;
+            for (int i = 0; i < kTimings; i++) found[py::int_(kTimedRows[i])] = p.seconds(rank, i);
+            return found;
+          },
+          py::arg("rank"), "How long an expert takes on a rank, by its number of rows.")
+      .def(
+          "panels",
+          [](const ExpertPanels& p, int rank, int layer, bool down) {
+            if (rank < 0 || rank >= p.ranks() || layer < 0 || layer >= p.layers())
+              throw py::index_error("there is no such layer of experts");
+            const ExpertLayer& of = p.layer(rank, layer);
+            const ExpertStack& stack = down ? of.down : of.gate_up;
+            Panels found{stack.layout, {}, {}};
+            for (int e = 0; e < of.experts(); e++) {
+              const char* const data = p.matrices(rank) + stack.panels + e * stack.bytes();
+              found.experts.emplace_back(data, data + stack.bytes());
+            }
+            if (const int* order = p.order(rank, stack)) found.order.assign(order, order + stack.layout.k);
+            return found;
+          },
+          py::arg("rank"), py::arg("layer"), py::arg("down"),
+          "A copy of a layer's matrices of gate and up, or of down, as the rank has them: Panels.")
+      .def(
+          "bias",
+          [](const ExpertPanels& p, int rank, int layer, bool down) -> py::object {
+            const ExpertLayer& of = p.layer(rank, layer);
+            const ExpertStack& stack = down ? of.down : of.gate_up;
+            const float* const bias = p.bias(rank, stack);
+            if (!bias) return py::none();
+            return py::array_t<float>({(py::ssize_t)of.experts(), (py::ssize_t)stack.layout.n}, bias);
+          },
+          py::arg("rank"), py::arg("layer"), py::arg("down"), "float32 [experts, n], or None.");
 }
 
 }  // namespace as

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -39,6 +40,22 @@ class SharedBlock {
     }
     std::memset(data_, 0, bytes);
   }
+  // New memory of zeros, from a huge page's boundary on. The thread that writes a page first places it; other pages
+  // take no memory. Throws std::runtime_error.
+  struct Untouched {};
+  SharedBlock(Untouched, size_t bytes, const char* purpose) {
+    try {
+      file_ = memfd_create("allspark-ranks", MFD_CLOEXEC);
+      if (file_ < 0 || ftruncate(file_, (off_t)bytes))
+        throw std::runtime_error("cannot make " + std::to_string(bytes >> 20) + " MiB of shared host memory for " +
+                                 purpose + ": " + std::strerror(errno));
+      map(bytes, purpose, kHugePage);
+    } catch (...) {
+      release();
+      throw;
+    }
+    madvise(data_, bytes, MADV_HUGEPAGE);  // failure is harmless
+  }
   // Another process' memory, or this one's a second time. Throws std::invalid_argument that says what to do.
   SharedBlock(const Name& name, size_t bytes, const char* purpose) {
     try {
@@ -50,7 +67,7 @@ class SharedBlock {
                                     (file_ < 0 ? std::strerror(errno) : "another file") +
                                     "): all ranks must run as one user in one container, or in several that share "
                                     "process ids");
-      map(bytes, purpose);
+      map(bytes, purpose, bytes < kHugePage ? 0 : kHugePage);
     } catch (...) {
       release();
       throw;
@@ -71,8 +88,15 @@ class SharedBlock {
   void swap(SharedBlock& other) {
     std::swap(file_, other.file_), std::swap(bytes_, other.bytes_), std::swap(data_, other.data_);
   }
-  void map(size_t bytes, const char* purpose) {
-    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
+  // The address is a multiple of `aligned` (0: of a page).
+  void map(size_t bytes, const char* purpose, size_t aligned = 0) {
+    void* place = nullptr;
+    if (aligned) {  // leaves unused address space before and behind it
+      void* room = mmap(nullptr, bytes + aligned, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (room != MAP_FAILED)
+        place = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(room) + aligned - 1) / aligned * aligned);
+    }
+    void* mapped = mmap(place, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (place ? MAP_FIXED : 0), file_, 0);
     if (mapped == MAP_FAILED)
       throw std::runtime_error(std::string("cannot map shared host memory for ") + purpose + ": " +
                                std::strerror(errno));
@@ -82,6 +106,8 @@ class SharedBlock {
     if (data_) munmap(data_, bytes_);
     if (file_ >= 0) close(file_);
   }
+
+  static constexpr size_t kHugePage = 2 << 20;
 
   int file_ = -1;
   size_t bytes_ = 0;

@@ -146,6 +146,7 @@ StepOutput Executor::compute_experts() {
     explicit Patience(Pool& pool) : pool(pool) { pool.set_patient(true); }
     ~Patience() { pool.set_patient(false); }
   } const patience(*pool_);
+  description_.reset();  // the model's rank has read it before its first step
   exchange_->begin_step();
   while (exchange_->await_message()) {
     dispatched_.rows.resize(exchange_->message_rows());
@@ -165,6 +166,11 @@ const std::vector<CpuRunner::Step>& Executor::steps() const {
 }
 
 void Executor::multiply(int id, const float* x, const float* bias, float* y, int rows) {
+  multiply(id, 1, x, bias, y, rows);
+}
+
+// With the first `experts` matrices of a stack, one after the other: y is the last one's.
+void Executor::multiply(int id, int experts, const float* x, const float* bias, float* y, int rows) {
   const Packed& m = weights_.matrix(id);
   const Core all = core();
   const size_t need = converted_bytes(all, m, rows);
@@ -177,7 +183,9 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
     const WorkUnit share = work_unit_of(thread, pool_->size(), m.panels(), rows);
     if (share.empty()) return;
     a.x += (size_t)share.r0 * m.inputs, a.converted += share.r0 * a.stride;
-    all.k.matmul(m, a, bias, y + (size_t)share.r0 * m.n, m.n, share.r1 - share.r0, share.p0, share.p1);
+    for (int e = 0; e < experts; e++)
+      all.k.matmul(weights_.matrix(id, e), a, bias, y + (size_t)share.r0 * m.n, m.n, share.r1 - share.r0, share.p0,
+                   share.p1);
   });
 }
 

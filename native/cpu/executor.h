@@ -8,6 +8,7 @@
 
 #include "batch/decoder.h"
 #include "batch/model.h"
+#include "comm/shared_block.h"
 #include "comm/shared_memory.h"
 #include "cpu/host_cache.h"
 #include "cpu/pool.h"
@@ -35,6 +36,11 @@ class Executor : public Model {
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
 
+  // For a rank of experts whose matrices the GPU of the model's rank may read: before add_matrix(), with the bytes that
+  // all of them take; and after the program is built: the address by which that rank finds them (ExpertPanels). Throws
+  // std::invalid_argument that says why a GPU cannot compute them.
+  void share_matrices(size_t bytes) { weights_.share(bytes); }
+  std::string describe_experts();
   // Before allocate(): with the other ranks of a mixed group. A program with return_sums is that of a rank of experts,
   // whose steps compute what it is sent.
   void set_exchange(std::shared_ptr<ExpertExchange> exchange) { exchange_ = std::move(exchange); }
@@ -86,6 +92,8 @@ class Executor : public Model {
             exchange_.get()};
   }
   StepOutput compute_experts();
+  void multiply(int id, int experts, const float* x, const float* bias, float* y, int rows);
+  double time_expert(int id, int rows);
 
   int rank_, world_;
   std::shared_ptr<SharedMemory> shared_memory_;
@@ -93,7 +101,8 @@ class Executor : public Model {
   Weights weights_;
   std::shared_ptr<ExpertExchange> exchange_;
   bool exact_ = false;
-  Batch dispatched_;  // of a rank of experts
+  std::unique_ptr<SharedBlock> description_;  // until the first step
+  Batch dispatched_;                          // of a rank of experts
   std::vector<std::shared_ptr<Executor>> drafts_;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CpuRunner> runner_;

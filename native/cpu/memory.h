@@ -6,10 +6,13 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "comm/shared_block.h"
 
 namespace as {
 
@@ -64,6 +67,19 @@ class Buffer {
 // fifth slower.)
 class Arena {
  public:
+  // From now on takes memory that other processes can map, as long as it is enough.
+  void share(size_t bytes) {
+    shared_.emplace(SharedBlock::Untouched{}, (bytes + kHugePage - 1) / kHugePage * kHugePage, "experts' weights");
+    next_ = shared_->data(), left_ = shared_->size();
+  }
+  const SharedBlock* shared() const { return shared_ ? &*shared_ : nullptr; }
+  // Whether memory is of the shared block.
+  bool is_shared(const char* data) const {
+    return shared_ && data >= shared_->data() && data < shared_->data() + shared_->size();
+  }
+  // Bytes of the shared block up to the last that was taken.
+  size_t shared_bytes() const { return shared_ ? is_shared(next_) ? next_ - shared_->data() : shared_->size() : 0; }
+
   // Returns zeroed memory, aligned to a cache line, that lives as long as the arena.
   char* take(size_t bytes, const char* purpose) {
     if (bytes > left_) {
@@ -80,6 +96,7 @@ class Arena {
  private:
   static constexpr size_t kChunk = 64 << 20;  // of address space; only written pages use memory
   std::vector<Buffer> chunks_;
+  std::optional<SharedBlock> shared_;
   char* next_ = nullptr;
   size_t left_ = 0;
 };

@@ -9,6 +9,10 @@
 #include "cpu/pack.h"
 #include "program/weight_spec.h"
 
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
 namespace as {
 
 Format format_of(const std::string& name) {
@@ -91,10 +95,33 @@ int Weights::add_matrix(int out_features, int in_features, const std::string& dt
   Packed packed =
       packed_of(k_.rules, out_features / experts, in_features, dtype, group_size, scaling, (int)order.size());
   packed.data = arena_.take(matrix_bytes(packed, experts), "weights");
+  make_huge_pages();
   if (!order.empty()) packed.order = order.data();  // a move does not change this address
   weights_.push_back({packed, 0, {}, experts, std::move(order)});
   sizes_.push_back((double)matrix_bytes(packed, experts));
   return (int)weights_.size() - 1;
+}
+
+// Places the huge pages of shared memory that the latest matrix has entered. Unless /sys/kernel/mm says otherwise, the
+// kernel makes them of private memory alone when they are touched, but of both when it is asked to.
+void Weights::make_huge_pages() {
+  const size_t used = arena_.shared_bytes();
+  if (used <= huge_bytes_ || !huge_) return;
+  char* const begin = arena_.shared()->data() + huge_bytes_;
+  const int64_t pages = (used - huge_bytes_ + kHugePage - 1) / kHugePage;
+  std::atomic<bool> failed{false};
+  pool_.run([&](int thread) {
+    const auto [first, end] = part(pages, thread, pool_.size());
+    for (int64_t i = first; i < end; i++) *const_cast<volatile char*>(begin + i * kHugePage) = 0;  // on this node
+    if (first < end && madvise(begin + first * kHugePage, (end - first) * kHugePage, MADV_COLLAPSE)) failed = true;
+  });
+  huge_bytes_ += pages * kHugePage, huge_ = !failed;
+}
+
+bool shares_huge_pages() {
+  const SharedBlock block(SharedBlock::Untouched{}, kHugePage, "a test");
+  *const_cast<volatile char*>(block.data()) = 0;
+  return !madvise(block.data(), kHugePage, MADV_COLLAPSE);
 }
 
 // Checks that rows [row_offset, row_offset + rows) of the matrix can be columns [column, column + k) of rows of

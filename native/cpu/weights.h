@@ -29,10 +29,18 @@ Packed packed_of(const Rules& rules, int out_features, int in_features, const st
 // and infinite values.
 int64_t pack_floats(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1);
 
+// Whether shared memory can be in huge pages, as private memory is.
+bool shares_huge_pages();
+
 class Weights {
  public:
   // The threads of `pool` divide the rows, so that pages are placed where they are read.
   Weights(Pool& pool, const Kernels& kernels) : pool_(pool), k_(kernels) {}
+
+  // Before add_matrix(): matrices are in memory that other processes can map, as far as `bytes` bytes suffice.
+  void share(size_t bytes) { arena_.share(bytes); }
+  const SharedBlock* shared() const { return arena_.shared(); }
+  size_t shared_bytes() const { return arena_.shared_bytes(); }
 
   // group_size: of quantized formats, along in_features; 0: one group a row. experts: a stack of this many matrices
   // with equal shares of the rows, each packed separately. order: the input feature of each column, -1 for none; empty:
@@ -86,6 +94,7 @@ class Weights {
       done += count;
     }
   }
+  void make_huge_pages();
   int64_t fill_rows(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1) const;
   void check_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column) const;
   const Packed& checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
@@ -94,6 +103,8 @@ class Weights {
   Pool& pool_;
   const Kernels& k_;
   Arena arena_;
+  size_t huge_bytes_ = 0;  // of arena_.shared(), for which huge pages were asked
+  bool huge_ = true;       // they were made
   std::vector<Weight> weights_;
   std::vector<double> sizes_;
 };

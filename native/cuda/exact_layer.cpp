@@ -30,23 +30,31 @@ size_t exact_layer_bytes(const ExactLayer& layer, int rows, int top) {
   return LayerRows(layer, rows, top, nullptr).bytes;
 }
 
-void run_exact_layer(const ExactLayer& layer, const ExactExperts& experts, const float* x, int rows,
-                     const Routing& routing, char* scratch, float* sums, const Queue& queue) {
+void run_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, const float* x, int rows,
+                     const Routing& routing, char* scratch, const ExactSums& sums, const Queue& queue) {
   const LayerRows s(layer, rows, routing.top, scratch);
-  const int entries = rows * routing.top;
   quantize_exact(layer.gate_up, x, rows, s.x, queue);
   ExactGemm p;
-  p.w = layer.gate_up, p.experts = experts.gate_up, p.bias = layer.gate_up_bias, p.x = s.x, p.routing = routing;
+  p.w = layer.gate_up, p.bias = layer.gate_up_bias, p.x = s.x, p.routing = routing;
   p.gathers = true, p.rows = rows, p.gate = layer.gate, p.alpha = layer.alpha, p.limit = layer.limit, p.y = s.h;
-  gemm_exact(p, entries, queue);
-  quantize_exact(layer.down, s.h, entries, s.between, queue);
+  multiply(p, false);
+  quantize_exact(layer.down, s.h, rows * routing.top, s.between, queue);
   ExactGemm second;
-  second.w = layer.down, second.experts = experts.down, second.bias = layer.down_bias, second.x = s.between;
+  second.w = layer.down, second.bias = layer.down_bias, second.x = s.between;
   second.routing = routing, second.rows = rows, second.y = s.y;
-  gemm_exact(second, entries, queue);
+  multiply(second, true);
   Combination c;
-  c.entries = s.y, c.routing = routing, c.y = {sums, nullptr, layer.down.n};
+  c.entries = s.y, c.routing = routing, c.y = {sums.values, nullptr, layer.down.n}, c.adds = sums.adds;
   combine_experts(c, rows, queue);
+}
+
+void run_exact_layer(const ExactLayer& layer, const ExactExperts& experts, const float* x, int rows,
+                     const Routing& routing, char* scratch, float* sums, const Queue& queue) {
+  const auto multiply = [&](ExactGemm& p, bool down) {
+    p.experts = down ? experts.down : experts.gate_up;
+    gemm_exact(p, rows * routing.top, queue);
+  };
+  run_exact_layer(layer, multiply, x, rows, routing, scratch, {sums}, queue);
 }
 
 }  // namespace as::cuda

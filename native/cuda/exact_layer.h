@@ -1,6 +1,8 @@
 // A layer of routed experts by the exact recipe (kernels/exact/exact.h) on one rank's slice: gate_up, activation, down
 // and the sum of each row's experts.
 #pragma once
+#include <functional>
+
 #include "cuda/kernels/exact/exact.h"
 
 namespace as::cuda {
@@ -15,11 +17,22 @@ struct ExactLayer {
 struct ExactExperts {
   const char *const *gate_up = nullptr, *const *down = nullptr;
 };
+// Calls gemm_exact() for the products p, which is of gate_up or of down, any number of times, each time for some of the
+// experts: it says where these are.
+using MultiplyExperts = std::function<void(ExactGemm& p, bool down)>;
+// Where sums [rows, down.n] go.
+struct ExactSums {
+  float* values = nullptr;
+  bool adds = false;
+};
 
 // Bytes of scratch memory for so many rows with `top` experts each.
 size_t exact_layer_bytes(const ExactLayer& layer, int rows, int top);
-// sums [rows, down.n] = each row's experts times their weights, by ascending expert from zero, as combine_experts() has
-// it. x: [rows, gate_up.inputs]. routing: with tiles of up to kExactTile entries. All experts of routing must be there.
+// sums = each row's experts times their weights, by ascending expert from zero, as combine_experts() has it. x: [rows,
+// gate_up.inputs]. routing: with tiles of up to kExactTile entries.
+void run_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, const float* x, int rows,
+                     const Routing& routing, char* scratch, const ExactSums& sums, const Queue& queue);
+// The same with all experts of the routing on the GPU.
 void run_exact_layer(const ExactLayer& layer, const ExactExperts& experts, const float* x, int rows,
                      const Routing& routing, char* scratch, float* sums, const Queue& queue);
 

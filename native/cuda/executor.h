@@ -9,6 +9,7 @@
 
 #include "batch/model.h"
 #include "batch/queued_decoder.h"
+#include "cuda/expert_stream.h"
 #include "cuda/memory/host_spans.h"
 #include "cuda/runner.h"
 
@@ -41,6 +42,10 @@ class CudaExecutor : public Model {
   void connect(const std::vector<std::string>& addresses);
   // Before allocate(): the connected exchange with ranks of experts, which the program dispatches rows to.
   void set_exchange(std::shared_ptr<ExpertExchange> exchange) { expert_exchange_ = std::move(exchange); }
+  // After set_exchange(): the GPU computes the experts of steps with many rows itself, from the ranks' memory. Throws
+  // as ExpertStream does, and then ranks of experts compute them.
+  void stream_experts(std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits);
+  const ExpertStream* expert_stream() const { return expert_stream_.get(); }
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. drafts: a draft model, or
   // the layers of a draft head, on the same GPU and allocated with the same spans.
@@ -104,6 +109,8 @@ class CudaExecutor : public Model {
   int shared_rows_ = 0, shared_outputs_ = 0;  // of share()
   bool unloaded_ = false;
   std::shared_ptr<ExpertExchange> expert_exchange_;
+  std::unique_ptr<ExpertStream> expert_stream_;
+  int streamed_rows_ = 0;  // of the largest step, of stream_experts()
   std::unique_ptr<ExpertRanks> expert_ranks_;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CudaRunner> runner_;

@@ -500,6 +500,32 @@ PYBIND11_MODULE(_cuda, m) {
       "divided; without it the model is whole.");
   executor.def("set_exchange", &CudaExecutor::set_exchange, py::arg("exchange"),
                "Sets the connected ExpertExchange of a mixed group, before allocate().");
+  executor.def(
+      "stream_experts",
+      [](CudaExecutor& e, std::shared_ptr<ExpertPanels> panels, int max_rows, int top, size_t bytes, int first_rows) {
+        {
+          py::gil_scoped_release release;
+          e.stream_experts(std::move(panels), {max_rows, top, bytes, first_rows});
+        }
+        const ExpertStream& stream = *e.expert_stream();
+        py::dict found;
+        found["first_rows"] = stream.first_rows(), found["bandwidth"] = stream.bandwidth();
+        found["pinning_seconds"] = stream.pinning_seconds(), found["bytes"] = stream.bytes();
+        return found;
+      },
+      py::arg("panels"), py::arg("max_rows"), py::arg("top"), py::arg("bytes"), py::arg("first_rows") = -1,
+      "Between set_exchange() and allocate(): in steps of at least first_rows rows (-1: chosen from measured speeds) "
+      "the\n"
+      "GPU computes the experts itself, whose matrices it copies from the ranks' memory (ExpertPanels). max_rows, "
+      "top:\n"
+      "rows of the largest step, and experts of a row. bytes: of the GPU's memory that may be taken. Returns "
+      "first_rows,\n"
+      "bandwidth (bytes/s), pinning_seconds, bytes. Raises ValueError or RuntimeError that says why that is "
+      "impossible;\n"
+      "then ranks of experts compute all steps.");
+  executor.def_property_readonly(
+      "streamed_rows", [](const CudaExecutor& e) { return e.expert_stream() ? e.expert_stream()->computed_rows() : 0; },
+      "How many rows, over all layers, had their experts computed by the GPU after stream_experts().");
   bind_kernel_choice(m);
   bind_adapters(m);
   bind_model<CudaExecutor>(executor);

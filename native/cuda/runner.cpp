@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "cuda/expert_stream.h"
 #include "cuda/memory/host_threads.h"
 #include "cuda/ops/all_reduce.h"
 
@@ -112,7 +113,8 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   const Size size = workspace_.data->copy(batch, padded, states_ ? &states_->positions() : nullptr, device_);
   begun_ = {heads && workspace_.samples() && !batch.outputs.empty(), want_logits, profiling_ && times_.due(),
             size.adapted, 1 - begun_.turn};
-  if (padded && !size.prefills() && !size.given && !begun_.timed) graphs_.run(size, [&] { launch(size, true); });
+  if (padded && !size.prefills() && !size.given && !begun_.timed && !streams(size))
+    graphs_.run(size, [&] { launch(size, true); });
   else launch(size, heads, begun_.timed);
 }
 
@@ -202,6 +204,12 @@ bool CudaRunner::pads(const Batch& batch) const {
   });
 }
 
+// Whether experts are copied to the GPU in a step of this size, which graphs do not record.
+bool CudaRunner::streams(const Size& size) const {
+  const ExpertStream* const stream = workspace_.experts ? workspace_.experts->stream() : nullptr;
+  return stream && stream->takes(size.rows);
+}
+
 // Decides who samples each output.
 void CudaRunner::assign_samples(const Batch& batch) {
   sampled_by_.clear();
@@ -277,8 +285,10 @@ std::pair<int, int> CudaRunner::warm_up(int count) {
     if (device_sampler_) device_sampler_->warm_up();
   }
   const int all = (int)warm_sizes_.size();
+  ExpertStream* const stream = workspace_.experts ? workspace_.experts->stream() : nullptr;
+  if (stream) stream->set_idle(true);
   for (; count > 0 && warmed_ < all; count--, warmed_++) {
-    const bool graph = limits_.graphs && !warm_sizes_[warmed_].prefill_tiles;
+    const bool graph = limits_.graphs && !warm_sizes_[warmed_].prefill_tiles && !streams(warm_sizes_[warmed_]);
     // All ranks run as many steps, because their kernels wait for each other. The first step of a size loads kernels.
     for (int i = 0; i < (graph ? 2 : 1); i++) {
       const Size size = workspace_.data->copy_idle(warm_sizes_[warmed_], device_);
@@ -289,6 +299,7 @@ std::pair<int, int> CudaRunner::warm_up(int count) {
       if (workspace_.experts) workspace_.experts->check_waits();
     }
   }
+  if (stream) stream->set_idle(false);
   return {warmed_, all};
 }
 

@@ -76,6 +76,7 @@ class CudaRunner : public QueuedRunner {
   void launch(const Size& size, bool heads, bool timed = false);
   void add_times(const Batch& batch);
   bool pads(const Batch& batch) const;
+  bool streams(const Size& size) const;
   void assign_samples(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
 

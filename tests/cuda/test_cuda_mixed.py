@@ -6,9 +6,13 @@ import time
 import numpy as np
 import pytest
 
+from allspark_server.runtime import expert_streams
+
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
+from support import quantized_checkpoints
 from support.checkpoints import checkpoint, prompt_of
 from support.driver import Driver, together
+from support.mxfp4_checkpoint import mxfp4_pair
 
 pytestmark = pytest.mark.cuda
 
@@ -68,3 +72,80 @@ def test_a_rejected_plan_leaves_the_ranks_in_step():
         with pytest.raises(ValueError):
             steps[0].result()
         assert steps[1].exception() is None and mixed.generate(PROMPT, 2)[0] == before
+
+
+STREAMED = {"int8": {"weight_dtype": "int8", "weight_group_size": 64}, "w8a8": {"weight_dtype": "w8a8"},
+            "int4": {"weight_dtype": "int4", "weight_group_size": 32}, "mxfp4": {}, "gptq": {}}
+
+
+def path_of(form: str, folder):
+    """A checkpoint whose experts are in this format, or become so."""
+    if form == "mxfp4":
+        return mxfp4_pair(folder)[0]
+    if form == "gptq":
+        return quantized_checkpoints.write_pair(folder, quantized_checkpoints.GLM,
+                                                *quantized_checkpoints.gptq(4, 32), seed=5)[0]
+    return checkpoint("qwen3-moe")
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4])      # 4: whole experts
+@pytest.mark.parametrize("form", STREAMED)
+def test_experts_on_the_gpu_change_no_bit(form, experts, tmp_path, monkeypatch, caplog):
+    """Steps from 32 rows on, in chunks around that number; copies in several parts of a matrix."""
+    path, unit = path_of(form, tmp_path), "CUDA:0+CPU:" + ",".join(["0"] * experts)
+
+    def run(first_rows: int, chunks):
+        with Driver(path, 1 + experts, compute_unit=unit, expert_streaming_rows=first_rows,
+                    **{**SIZES, **STREAMED[form]}) as mixed:
+            found = [mixed.generate(PROMPT, 4, chunk) for chunk in chunks]
+            return found, mixed.runners[0]._executor.streamed_rows, len(expert_streams.expert_ops(
+                mixed.runners[0].opened[0].whole))
+
+    ((tokens, logits),), none, layers = run(0, [None])
+    assert not none
+    monkeypatch.setattr(expert_streams, "PART", 1 << 12)
+    caplog.set_level("INFO")
+    found, rows, _ = run(32, [None, 31, 32, 33, 50])
+    assert "the GPU computes experts of steps with at least 32 rows" in caplog.text, caplog.text
+    assert rows == layers * (75 + 0 + 64 + 66 + 50)
+    for own, bits in found:
+        assert own == tokens
+        np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
+    found, rows, _ = run(1, [None, 7])      # all steps
+    assert rows >= layers * 2 * (75 + 3)
+    for own, bits in found:
+        assert own == tokens
+        np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
+
+
+def test_streaming_with_warm_up_and_in_a_batch():
+    form = STREAMED["int4"]
+    prompts = [prompt_of(5), prompt_of(60, seed=3)]
+    with driver("glm4-moe", 2, expert_streaming_rows=0, **form) as mixed:
+        wanted = together(mixed, prompts, 64)
+    with driver("glm4-moe", 2, expert_streaming_rows=2, **form) as mixed:
+        left = 1
+        while left:
+            steps = [mixed.pool.submit(runner.warm_up, 8) for runner in mixed.runners]
+            done, total = steps[0].result()
+            left = total - done
+        assert not mixed.runners[0]._executor.streamed_rows
+        for chunk in (64, 16):
+            np.testing.assert_array_equal(np.stack(together(mixed, prompts, chunk)), np.stack(wanted))
+        assert mixed.runners[0]._executor.streamed_rows
+
+
+def test_rows_are_chosen_and_sent_if_the_memory_does_not_suffice(caplog, monkeypatch):
+    caplog.set_level("INFO")
+    form = STREAMED["int4"]
+    with driver("qwen3-moe", 1, **form) as mixed:
+        wanted = mixed.generate(PROMPT, 2)
+    assert "the GPU computes experts of steps" in caplog.text or "huge pages" in caplog.text
+    real = expert_streams.stream_bytes
+    monkeypatch.setattr(expert_streams, "stream_bytes", lambda *given: real(*given) // 50)
+    with driver("qwen3-moe", 1, expert_streaming_rows=1, **form) as mixed:
+        tokens, logits = mixed.generate(PROMPT, 2)
+        assert not mixed.runners[0]._executor.streamed_rows
+    assert "KiB were announced" in caplog.text
+    assert tokens == wanted[0]
+    np.testing.assert_array_equal(np.stack(logits), np.stack(wanted[1]))

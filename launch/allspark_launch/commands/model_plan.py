@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 ROWS = (1, 4, 16)   # sequences that decode together
 _PARTS = (("weights", "weights"), ("experts", "experts"), ("activations", "activations"), ("states", "states"),
-          ("tower", "vision"), ("messages", "messages"), ("images", "images"), ("host_cache", "host cache"))
+          ("streaming", "streaming"), ("tower", "vision"), ("messages", "messages"), ("images", "images"),
+          ("host_cache", "host cache"))
 
 
 @dataclass

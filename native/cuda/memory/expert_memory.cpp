@@ -6,8 +6,8 @@
 
 namespace as::cuda {
 
-ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange)
-    : device_(device), exchange_(std::move(exchange)) {
+ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, ExpertStream* stream)
+    : device_(device), exchange_(std::move(exchange)), stream_(stream) {
   exchange_->check_connected();
   const int ranks = exchange_->expert_ranks();
   if (exchange_->holds_experts() || ranks > kMostExpertRanks)

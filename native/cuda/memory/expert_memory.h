@@ -10,16 +10,20 @@
 
 namespace as::cuda {
 
+class ExpertStream;
+
 class ExpertRanks {
  public:
-  // The exchange must be connected; kernels wait for other ranks as long as it does. Throws std::invalid_argument for
+  // The exchange must be connected; kernels wait for other ranks as long as it does. stream: null, or how the GPU
+  // computes the experts of steps with many rows itself; it must outlive the ranks. Throws std::invalid_argument for
   // more ranks than kernels know, and std::runtime_error if memory cannot be pinned.
-  ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange);
+  ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, ExpertStream* stream = nullptr);
   ~ExpertRanks();
   ExpertRanks(const ExpertRanks&) = delete;
   ExpertRanks& operator=(const ExpertRanks&) = delete;
 
   const ExpertMemory& memory() const { return memory_; }
+  ExpertStream* stream() const { return stream_; }
   const ExpertShape& shape() const { return exchange_->shape(); }
   // After a step: throws std::runtime_error if a kernel timed out waiting for a rank of experts.
   void check_waits() const;
@@ -28,6 +32,7 @@ class ExpertRanks {
  private:
   const Device& device_;
   const std::shared_ptr<ExpertExchange> exchange_;
+  ExpertStream* const stream_;
   std::vector<Pinned> blocks_;  // of all ranks
   Memory local_, failed_;
   ExpertMemory memory_;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <set>
 
+#include "cuda/expert_stream.h"
+
 namespace as::cuda {
 namespace {
 
@@ -17,6 +19,8 @@ std::set<int> kernel_borders(const Workspace& workspace, bool several_ranks) {
     borders.insert(most);
     return borders;
   }
+  if (const ExpertStream* stream = workspace.experts ? workspace.experts->stream() : nullptr)
+    if (stream->takes(most)) borders.insert(stream->first_rows());
   for (const KernelTable::Row& row : workspace.kernels.rows()) {
     if (row.op != "expert_linear") {
       borders.insert(std::clamp(row.first, 1, most));

@@ -73,6 +73,12 @@ __device__ inline int column_of(const ExactGemm& p, int slot) {
   return column >= half ? -1 : slot % kWarpColumns < 16 ? column : half + column;
 }
 
+// Where an expert's panels are; null: it is not computed.
+__device__ inline const char* panels_of(const ExactGemm& p, int expert) {
+  if (!p.adjacent) return p.experts[expert];
+  return expert < p.first || expert >= p.end ? nullptr : p.adjacent + (size_t)(expert - p.first) * p.w.bytes;
+}
+
 // A thread's part of the groups' scales: one column of the CTA.
 template <typename F>
 struct ScaleReader {
@@ -150,7 +156,7 @@ __device__ __forceinline__ void multiply(const ExactGemm& p, const ExpertTile& t
   using Weights = typename F::Weights;
   constexpr int kOperands = kWarpColumns / 16, kRegisters = Weights::kRegisters;
   const ExactMatrix& w = p.w;
-  const char* const matrix = p.experts[tile.expert];
+  const char* const matrix = panels_of(p, tile.expert);
   const int warp = threadIdx.x / 32 % (kColumns / kWarpColumns), lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
   const int first_row = threadIdx.x / kColumns * kTiles * 8;
   const int steps = w.steps(), whole_steps = w.whole_steps(), steps_of_group = w.steps_of_group(),
@@ -325,7 +331,7 @@ __global__ void __launch_bounds__(F::kThreads, F::kShort ? 3 : 1) kernel(const _
   if ((int)blockIdx.y >= __ldcg(p.routing.tile_count)) return;
   const int4 found = __ldcg(reinterpret_cast<const int4*>(p.routing.tiles + blockIdx.y));
   const ExpertTile tile{found.x, found.y, found.z};
-  if (!p.experts[tile.expert]) return;
+  if (!panels_of(p, tile.expert)) return;
   for (int i = threadIdx.x; i < tile.count; i += F::kThreads) {
     const int entry = tile.first + i, row = p.gathers ? __ldcg(p.routing.row_of + entry) : entry;
     shared.rows[i] = row, shared.row_scales[i] = p.x.scales[row];

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kFewWarps * 32, 2) few_kernel(const __grid_con
   if ((int)blockIdx.y >= __ldcg(p.routing.tile_count)) return;
   const int4 found = __ldcg(reinterpret_cast<const int4*>(p.routing.tiles + blockIdx.y));
   const ExpertTile tile{found.x, found.y, found.z};
-  const char* const matrix = p.experts[tile.expert];
+  const char* const matrix = panels_of(p, tile.expert);
   if (!matrix) return;
   const ExactMatrix& w = p.w;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
