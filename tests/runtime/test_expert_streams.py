@@ -105,6 +105,20 @@ def test_shared_memory_changes_no_matrix():
             np.testing.assert_array_equal(shared._executor.panels(one).bytes(), private._executor.panels(other).bytes())
 
 
+@pytest.mark.skipif(not _native.shares_huge_pages(), reason="the system gives shared memory no huge pages")
+def test_shared_matrices_are_in_huge_pages():
+    def huge() -> int:
+        with open("/proc/self/smaps_rollup") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith("ShmemPmdMapped"))
+
+    before, executor = huge(), _native.Executor(num_threads=3)
+    executor.share_matrices(64 << 20)
+    for _ in range(2):
+        executor.add_matrix(8 * 1024, 3000, "w8a8", experts=8)
+    size = 2 * _native.matrix_bytes(8 * 1024, 3000, "w8a8", experts=8)
+    assert size <= huge() - before < size + (4 << 20)
+
+
 def test_another_process_maps_them():
     with ranks_of_experts(checkpoint("qwen3-moe"), 1, **FORMS["w4a8"]) as runners:
         _, _, handle, _ = next(matrices_of(runners[0]))
