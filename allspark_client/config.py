@@ -127,6 +127,9 @@ class AsModelConfig(Checked):
     #: in a mixed group with a GPU: rows of a step from which on the GPU copies experts from the memory of their ranks
     #: and computes them itself, with the same bits; -1: chosen from measured speeds; 0: never
     expert_streaming_rows: int = int_field(-1, -1, INT32_MAX)
+    #: in a mixed group with a GPU: bytes of the GPU's memory for the routed experts that are chosen most, which the GPU
+    #: computes, with the same bits; 0: none
+    hot_expert_memory: int = int_field(0, 0, INT64_MAX)
     #: the model is loaded when a request names it, and unloaded when others need its memory
     on_demand: bool = bool_field(False)
     #: with on_demand: seconds without requests after which the model is unloaded; 0: only when others need its memory
@@ -173,6 +176,9 @@ class AsModelConfig(Checked):
         if self.host_cache_memory and not self.enable_prefix_cache:
             raise ValueError(f"host_cache_memory={self.host_cache_memory} is the prefix cache's, which is off: set "
                              "enable_prefix_cache")
+        if self.hot_expert_memory and not (self.on_gpus and self.expert_nodes):
+            raise ValueError(f"hot_expert_memory={self.hot_expert_memory} is for mixed groups with a GPU, such as "
+                             f"compute_unit='CUDA:0+CPU:0'; compute_unit is {self.compute_unit!r}")
         if self.idle_timeout and not self.on_demand:
             raise ValueError(f"idle_timeout={self.idle_timeout:g} is for models on demand: set on_demand")
         if self.speculation in ("draft", "eagle") and not self.draft_model:

@@ -136,11 +136,16 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
     messages = CounterMetricFamily("allspark_rank_expert_messages", "Messages for which a rank of experts of a mixed "
                                    "group has computed its experts: one for each layer of a step", labels=["rank"])
     rows = CounterMetricFamily("allspark_rank_expert_rows", "Rows of these messages", labels=["rank"])
+    uses = CounterMetricFamily("allspark_rank_expert_uses", "Experts that rows have chosen, where the GPU of a mixed "
+                               "group has hot experts, by whether it had them", labels=["rank", "hot"])
     for number, rank in enumerate(ranks):
         name = str(number)
         if count := rank.get("expert_messages"):
             messages.add_metric([name], count)
             rows.add_metric([name], rank.get("expert_rows", 0))
+        if count := rank.get("expert_uses"):
+            uses.add_metric([name, "yes"], rank["expert_hits"])
+            uses.add_metric([name, "no"], count - rank["expert_hits"])
         if gpu := rank.get("gpu"):
             gpus.add_metric([name, str(gpu["index"]), "used"], gpu["total"] - gpu["free"])
             gpus.add_metric([name, str(gpu["index"]), "free"], gpu["free"])
@@ -152,4 +157,4 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
             memory.add_metric([name, str(node)], size)
         if pages:
             misplaced.add_metric([name], rank.get("misplaced_bytes", 0) / max(1, sum(pages.values())))
-    yield from (seconds, steps, messages, rows, memory, misplaced, gpus)
+    yield from (seconds, steps, messages, rows, uses, memory, misplaced, gpus)

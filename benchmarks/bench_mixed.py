@@ -1,7 +1,8 @@
 """Measures a served mixed group: routed experts on CPUs, the rest of the model on a GPU (or on CPUs).
 
     bench_mixed.py [gpt-oss-120b|30b-a3b] [--layers 12] [--gpu 0] [--threads 14] [--weight-dtype auto]
-                   [--requests 1,4,16] [--prompts 2048,8192] [--streaming 0,-1] [--step-tokens 0] [--folder /dev/shm]
+                   [--requests 1,4,16] [--prompts 2048,8192] [--streaming 0,-1] [--step-tokens 0] [--skew 0]
+                   [--hot 0] [--folder /dev/shm]
 
 The checkpoint has the model's shape with fewer layers, and random weights. `allspark serve --experts-on cpu` serves it;
 ClientEngine asks.
@@ -15,11 +16,15 @@ Prompts: tokens/s of one request for one token, beside the ceiling of sending al
 once for each step of a prompt (of --step-tokens tokens; 0: the whole longest prompt), at the rate that torch measures
 from pinned memory. --streaming: values of expert_streaming_rows, each of which is served and measured: 0: CPUs compute
 the experts of prompts, -1: the GPU does, from a number of rows that is chosen. --requests "": no decoding.
+
+--skew 1: the routers of gpt-oss choose experts about by Zipf's law with this exponent, and tokens are sampled. --hot:
+gigabytes of hot experts on the GPU for the whole model, of which the measured layers have their part; each is served.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -35,6 +40,7 @@ import numpy as np
 
 from allspark_client import ClientEngine
 from allspark_launch.group.background import background_group
+from allspark_launch.pool.members import Member, Target
 
 TOKENS, SKIPPED = 200, 2
 
@@ -93,9 +99,38 @@ def write_qwen3_moe(directory: Path, shape: Shape, layers: int) -> int:
                                        {name: ("BF16", size) for name, size in sizes.items()})
 
 
-def asked(engine: ClientEngine, requests: int, prompt: int, tokens: int, rng: np.random.Generator) -> list[float]:
+def skew_routers(path: Path, exponent: float) -> None:
+    """Changes the biases of a checkpoint's routers, whose logits vary by 0.02 sqrt(width) otherwise, so that the
+    experts that are chosen follow Zipf's law, in another order in each layer.
+    """
+    rng = np.random.default_rng(2)
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        for name, entry in json.loads(file.read(size)).items():
+            if name.endswith("router.bias"):
+                experts, spread = entry["shape"][0], 0.02 * bench_gpt_oss.HIDDEN ** 0.5
+                # The largest sums of log(p) and Gumbel variables, whose deviation is pi / sqrt(6), follow p. These are
+                # normal variables, with lighter tails: with 0.65, the first 20 and 79 of 128 experts are chosen as
+                # often (0.63 and 0.92 of all choices).
+                values = -0.65 * exponent * np.log(1 + rng.permutation(experts)) * spread * 6 ** 0.5 / np.pi
+                file.seek(8 + size + entry["data_offsets"][0])
+                file.write((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes())
+
+
+def expert_uses(address: str) -> str:
+    """How many of the chosen experts were on the GPU so far, for people; "" without hot experts."""
+    from allspark_client._proto import allspark_pb2 as pb
+    with Member(Target("a", address)) as member:
+        text = member._call("GetMetrics", pb.MetricsRequest(), pb.Metrics).text
+    found = [float(line.split()[-1]) for hot in ("yes", "no") for line in text.splitlines()
+             if line.startswith("allspark_rank_expert_uses_total") and f'hot="{hot}"' in line]
+    return f", {found[0] / sum(found):.2f} of all chosen experts so far were on the GPU" if found else ""
+
+
+def asked(engine: ClientEngine, requests: int, prompt: int, tokens: int, rng: np.random.Generator,
+          sampled: bool = False) -> list[float]:
     """Seconds from the beginning at which each token of all requests came, in order of requests."""
-    config = {"max_new_tokens": tokens, "early_stopping": False, "do_sample": False}
+    config = {"max_new_tokens": tokens, "early_stopping": False, "do_sample": sampled, "seed": 3}
     prompts, came, handles = rng.integers(300, 100000, (requests, prompt)).tolist(), [], []
     began = time.perf_counter()
     for ids in prompts:
@@ -108,11 +143,11 @@ def asked(engine: ClientEngine, requests: int, prompt: int, tokens: int, rng: np
     return came
 
 
-def decode(engine: ClientEngine, requests: int, rng: np.random.Generator) -> float:
+def decode(engine: ClientEngine, requests: int, rng: np.random.Generator, sampled: bool) -> float:
     """Seconds of a step: the median of three runs, each between the second and the last tokens of the first request."""
     found = []
     for _ in range(3):
-        came = asked(engine, requests, 32, TOKENS, rng)[:TOKENS]
+        came = asked(engine, requests, 32, TOKENS, rng, sampled)[:TOKENS]
         found.append((came[-1] - came[SKIPPED - 1]) / (TOKENS - SKIPPED))
     return statistics.median(found)
 
@@ -152,17 +187,19 @@ def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: f
     began = time.perf_counter()
     with (background_group(["--config", str(file)], verbose=True) as group,
           ClientEngine(group.addresses[0]) as engine):
-        print(f"expert_streaming_rows={fields['expert_streaming_rows']}: ready after "
-              f"{time.perf_counter() - began:.1f} s", flush=True)
+        print(f"expert_streaming_rows={fields['expert_streaming_rows']}, hot_expert_memory="
+              f"{fields['hot_expert_memory']}: ready after {time.perf_counter() - began:.1f} s", flush=True)
         asked(engine, 1, 32, 8, rng)
+        if fields["hot_expert_memory"]:     # until experts have moved
+            asked(engine, 4, 32, 2 * TOKENS, rng, True)
         for requests in (int(n) for n in given.requests.split(",") if n):
-            step = decode(engine, requests, rng)
+            step = decode(engine, requests, rng, given.skew > 0)
             least = given.layers * shape.layer_bytes(requests) / bandwidth
             whole = shape.layers / given.layers * step
             print(f"{requests:4d} requests: step {1e3 * step:.2f} ms, {requests / step:.0f} tokens/s, "
                   f"{least / step:.2f} of the ceiling; whole model at most {1e3 * whole:.1f} ms, "
-                  f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})",
-                  flush=True)
+                  f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})"
+                  + expert_uses(group.addresses[0]), flush=True)
         for length in (int(n) for n in given.prompts.split(",") if n):
             seconds = min(asked(engine, 1, length, 1, rng)[0] for _ in range(3))
             steps = -(-length // fields["max_step_tokens"])
@@ -183,6 +220,8 @@ def main() -> None:
     parser.add_argument("--prompts", default="2048,8192")
     parser.add_argument("--streaming", default="0,-1")
     parser.add_argument("--step-tokens", type=int, default=0)
+    parser.add_argument("--skew", type=float, default=0.0)
+    parser.add_argument("--hot", default="0")
     parser.add_argument("--folder", default="/dev/shm")
     given = parser.parse_args()
     shape = SHAPES[given.shape]
@@ -203,8 +242,12 @@ def main() -> None:
                   "weight_group_size": shape.group_size, "engine_max_batch": max(numbers, default=1),
                   "engine_max_length": 9000, "enable_prefix_cache": False, "cache_memory": 4 << 30,
                   "max_step_tokens": given.step_tokens or max(lengths, default=2048)}
-        for streaming in given.streaming.split(","):
-            measured(shape, given, {**fields, "expert_streaming_rows": int(streaming)}, bandwidth, pcie)
+        if given.skew:
+            skew_routers(Path(folder) / "model.safetensors", given.skew)
+        for streaming, hot in itertools.product(given.streaming.split(","), given.hot.split(",")):
+            memory = int(float(hot) * 1e9 * given.layers / shape.layers)
+            measured(shape, given, {**fields, "expert_streaming_rows": int(streaming), "hot_expert_memory": memory},
+                     bandwidth, pcie)
 
 
 if __name__ == "__main__":

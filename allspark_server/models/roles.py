@@ -35,13 +35,16 @@ def model_part(graph: Graph) -> Graph:
     return _part(graph, ops)
 
 
-def experts_part(graph: Graph) -> Graph:
-    """What the ranks of experts compute. ValueError as model_part()."""
+def experts_part(graph: Graph, entries: bool = False) -> Graph:
+    """What the ranks of experts compute. entries: they return a row's entries, not their sum, because the model's rank
+    computes other entries of the row. ValueError as model_part().
+    """
     ops: list[Op] = []
     for layer in _layers(graph):
+        *products, combine = (graph.ops[number] for number in layer.numbers)
         ops += [Op("dispatched_rows", (), (layer.source,)),
-                Op("dispatched_choices", (layer.source,), (layer.routed,), attrs={"experts": layer.experts}),
-                *(graph.ops[number] for number in layer.numbers), Op("return_sums", (layer.sums,))]
+                Op("dispatched_choices", (layer.source,), (layer.routed,), attrs={"experts": layer.experts}), *products]
+        ops += [Op("return_sums", combine.inputs[:1])] if entries else [combine, Op("return_sums", (layer.sums,))]
     part = _part(graph, ops)
     part.cache_groups = [CacheGroup()]
     return part
@@ -52,17 +55,17 @@ def expert_ops(graph: Graph) -> list[list[Op]]:
     return [[graph.ops[number] for number in layer.numbers] for layer in _layers(graph)]
 
 
-def message_sizes(graph: Graph) -> tuple[int, int, int]:
+def message_sizes(graph: Graph, entries: bool = False) -> tuple[int, int, int]:
     """Of the largest message between the model's rank and those of experts: the width of a row, the number of its
-    experts, and the width of its sum.
+    experts, and the width of its sum, or of its entries.
     """
     def width(name: str) -> int:
         return sum(block.width for block in graph.tensors[name].blocks)
 
     layers = list(_layers(graph))
-    return (max(width(layer.source) for layer in layers),
-            max(graph.row_sets[graph.tensors[layer.routed].rows].times for layer in layers),
-            max(width(layer.sums) for layer in layers))
+    top = max(graph.row_sets[graph.tensors[layer.routed].rows].times for layer in layers)
+    return (max(width(layer.source) for layer in layers), top,
+            max(width(layer.sums) for layer in layers) * (top if entries else 1))
 
 
 class _Layer:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Op
 from allspark_server.models.roles import expert_ops
 from allspark_server.runtime.native import DeviceLost, native_library
@@ -31,7 +32,7 @@ def reason_against(model: RankModel, config: AsModelConfig, unit: str) -> str:
     """
     if not unit.startswith("CUDA:"):
         return "the model's rank has no GPU"
-    if not config.expert_streaming_rows:
+    if not config.expert_streaming_rows and not config.hot_expert_memory:
         return "expert_streaming_rows=0"
     for ops in expert_ops(model.whole):
         kinds = [op.type for op in ops]
@@ -41,7 +42,7 @@ def reason_against(model: RankModel, config: AsModelConfig, unit: str) -> str:
             form = model.expert_formats[op.weights[0]]
             if not form.exact:
                 return f"experts in {form} have no exact recipe"
-    if config.expert_streaming_rows < 0 and not native_library().shares_huge_pages():
+    if config.expert_streaming_rows < 0 and not config.hot_expert_memory and not native_library().shares_huge_pages():
         return ("the system gives shared memory no huge pages, without which decoding is slower (set "
                 "expert_streaming_rows, or write 'advise' to /sys/kernel/mm/transparent_hugepage/shmem_enabled)")
     return ""
@@ -65,23 +66,30 @@ def stream_bytes(model: RankModel, rows: int, ranks: int) -> int:
     return fixed + scratch + routing + PARTS * (min(max(largest, PART), max(stack, 1 << 16)) + 256)
 
 
-def stream(executor: Any, addresses: Sequence[str], rows: int, top: int, size: int, first_rows: int) -> None:
-    """Has the GPU of the model's rank compute the experts of steps with many rows, or logs why it does not.
+def stream(executor: Any, addresses: Sequence[str], rows: int, top: int, size: int, config: AsModelConfig) -> None:
+    """Has the GPU of the model's rank compute the experts of steps with many rows, or logs why it does not; and those
+    that are chosen most. AllSparkError if it cannot compute the latter.
 
     addresses: of all ranks of experts. rows, top: of the largest step, and experts of a row. size: bytes of the GPU's
-    memory. first_rows: see expert_streaming_rows. Raises DeviceLost.
+    memory for the former. Raises DeviceLost.
     """
     try:
         panels = native_library().ExpertPanels([bytes.fromhex(address) for address in addresses])
-        found = executor.stream_experts(panels, rows, top, size, first_rows)
+        found = executor.stream_experts(panels, rows, top, size, config.expert_streaming_rows,
+                                        config.hot_expert_memory)
     except DeviceLost:
         raise
     except (RuntimeError, ValueError) as error:
+        if config.hot_expert_memory:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"hot_expert_memory={config.hot_expert_memory}: {error}") from error
         logger.warning("the GPU does not compute experts of long prompts: %s. Ranks of experts compute them", error)
         return
     logger.info("the GPU computes experts of steps with at least %d rows, which it copies at %.1f GB/s; %d MiB of the "
                 "ranks' memory were pinned in %.1f s", found["first_rows"], found["bandwidth"] / 1e9,
                 panels.bytes >> 20, found["pinning_seconds"])
+    if found["hot_experts"]:
+        logger.info("the GPU has room for %d hot experts", found["hot_experts"])
 
 
 def _sizes(model: RankModel, op: Op, rank: int, ranks: int) -> tuple[int, int, int]:

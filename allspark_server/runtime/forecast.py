@@ -183,7 +183,7 @@ def _of_rank(runner: ModelRunner, place: Place) -> RankForecast:
     found.formats = sorted({str(form) for form in model.formats.values()})
     _add_work(found, model, device)
     if role.mixed:
-        width, top, sums = message_sizes(model.whole)
+        width, top, sums = message_sizes(model.whole, role.entries)
         found.messages = sum(op.type in ("dispatch_rows", "return_sums") for op in model.graph.ops)
         found.message_row = 4 * sums if role.experts else 4 * (width + 2 * top)
     return found

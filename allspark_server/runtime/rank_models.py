@@ -162,7 +162,8 @@ class RankModels:
         self._queued: deque[tuple[str, float]] = deque()    # their models, and when they were queued
         self._ended = 0.0           # when the last one ended
         self.steps, self.step_seconds = 0, 0.0
-        self._messages = 0, 0       # of models that were unloaded; see ModelRunner.computed_messages
+        # Of models that were unloaded; see ModelRunner.computed_messages and expert_uses.
+        self._messages, self._expert_uses = (0, 0), (0, 0)
         self.placement: dict = {}   # where this process's memory was after the last load
         self.served = False         # whether a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
@@ -273,12 +274,14 @@ class RankModels:
         if self.shared_memory is not None:
             found |= {"exchange_seconds": round(self.shared_memory.exchange_seconds, 6),
                       "wait_seconds": round(self.shared_memory.wait_seconds, 6)}
-        messages, rows = self._messages
+        (messages, rows), (hits, uses) = self._messages, self._expert_uses
         for runner in list(self.runners.values()):
-            more = runner.computed_messages
-            messages, rows = messages + more[0], rows + more[1]
+            more, used = runner.computed_messages, runner.expert_uses
+            messages, rows, hits, uses = messages + more[0], rows + more[1], hits + used[0], uses + used[1]
         if messages:
             found |= {"expert_messages": messages, "expert_rows": rows}
+        if uses:
+            found |= {"expert_hits": hits, "expert_uses": uses}
         gpus = [runner.gpu for runner in list(self.runners.values()) if runner.gpu is not None]
         if gpus:
             from .device import gpu_memory
@@ -400,6 +403,7 @@ class RankModels:
         self._towers.pop(tower_name(name), None)
         runner = self.runners.pop(name, None)
         if runner is not None:
-            messages, rows = runner.computed_messages
+            (messages, rows), (hits, uses) = runner.computed_messages, runner.expert_uses
             self._messages = self._messages[0] + messages, self._messages[1] + rows
+            self._expert_uses = self._expert_uses[0] + hits, self._expert_uses[1] + uses
             runner.close()

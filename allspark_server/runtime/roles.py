@@ -19,13 +19,15 @@ from allspark_server.models.roles import experts_part, message_sizes, model_part
 class Role:
     """What a rank computes of a model: all, if the group is not mixed.
 
-    rank, world: among the ranks that compute the same part, whose weights are divided among them.
+    rank, world: among the ranks that compute the same part, whose weights are divided among them. entries: ranks of
+    experts return entries, because the model's rank computes some of them (hot_expert_memory).
     """
 
     rank: int
     world: int
     mixed: bool = False
     experts: bool = False
+    entries: bool = False
 
     def config_of(self, config: AsModelConfig) -> AsModelConfig:
         """The config of the rank's own part of a group: compute_unit names its device alone."""
@@ -40,7 +42,7 @@ class Role:
         if not self.mixed:
             return graph
         try:
-            return experts_part(graph) if self.experts else model_part(graph)
+            return experts_part(graph, self.entries) if self.experts else model_part(graph)
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a mixed group: {error}") from error
 
@@ -63,10 +65,16 @@ def role_of(config: AsModelConfig, rank: int, world: int) -> Role:
         raise not_available(f"speculation={config.speculation!r} in a mixed group")
     if config.lora_names:
         raise not_available("lora_names in a mixed group")
-    return Role(0, 1, mixed=True) if rank == 0 else Role(rank - 1, len(nodes), mixed=True, experts=True)
+    entries = config.hot_expert_memory > 0
+    if rank == 0:
+        return Role(0, 1, mixed=True, entries=entries)
+    return Role(rank - 1, len(nodes), mixed=True, experts=True, entries=entries)
 
 
-def exchange_sizes(graph: Graph, rows: int) -> dict[str, Any]:
-    """The native ExpertExchange's arguments for a whole model's graph and steps of up to `rows` rows."""
-    width, top, sum_width = message_sizes(graph)
+def exchange_sizes(graph: Graph, rows: int, entries: bool = False) -> dict[str, Any]:
+    """The native ExpertExchange's arguments for a whole model's graph and steps of up to `rows` rows.
+
+    entries: see Role.
+    """
+    width, top, sum_width = message_sizes(graph, entries)
     return {"rows": rows, "width": width, "top": top, "sum_width": sum_width}

@@ -139,7 +139,7 @@ class ModelRunner:
         messages = images = host_cache = 0
         if role.mixed:
             self._streaming = self._stream_bytes()
-            self._exchange_sizes = exchange_sizes(model.whole, sizes.rows)
+            self._exchange_sizes = exchange_sizes(model.whole, sizes.rows, role.entries)
             messages = native_library().ExpertExchange.bytes_needed(**self._exchange_sizes, holds_experts=role.experts)
         if self.tower is not None and not self.rank:
             images = config.image_cache_memory
@@ -151,12 +151,15 @@ class ModelRunner:
             states=config.engine_max_batch * sum(model.state_bytes(device)),
             tower=self.tower.memory if self.tower is not None else 0, messages=messages, images=images,
             host_cache=host_cache, span_bytes=self._span_bytes, in_host_memory=device.host_memory,
-            streaming=self._streaming or 0)
+            streaming=self._streaming + config.hot_expert_memory if self._streaming else 0)
 
     def _stream_bytes(self) -> int | None:
         """Bytes of the GPU's memory for experts that it computes itself; 0 on ranks of experts; None: it does not."""
         model = self._shard
         if reason := expert_streams.reason_against(model, self.config, self._unit):
+            if self.config.hot_expert_memory:
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"hot_expert_memory={self.config.hot_expert_memory} is not possible: {reason}")
             if self.role.experts and self._unit.startswith("CUDA:"):
                 logger.info("rank %d: experts of long prompts are computed by CPUs: %s", self.rank, reason)
             return None
@@ -225,7 +228,7 @@ class ModelRunner:
             self._executor.set_exchange(self._exchange)
             if self._streaming and all(len(parts) > 1 for parts in exchanges[1:]):
                 expert_streams.stream(self._executor, [parts[1] for parts in exchanges[1:]], self._sizes.rows,
-                                      self._exchange_sizes["top"], self._streaming, self.config.expert_streaming_rows)
+                                      self._exchange_sizes["top"], self._streaming, self.config)
             return
         executors = [self._executor, *(executor for draft, executor in zip(self._drafts, self._draft_executors)
                                        if draft.world > 1)]
@@ -488,6 +491,14 @@ class ModelRunner:
         """
         exchange = self._exchange
         return (exchange.messages, exchange.messages_rows) if exchange is not None and self.role.experts else (0, 0)
+
+    @property
+    def expert_uses(self) -> tuple[int, int]:
+        """Of the model's rank of a mixed group with hot experts: how many entries were of these, and how many there
+        were. Zeros on other ranks. Any thread may call it.
+        """
+        executor = self._executor
+        return executor.expert_uses if executor is not None and self._streaming else (0, 0)
 
     def tokens_of(self, spans: int) -> int:
         """The number of tokens that a cache of so many spans holds, after open()."""

@@ -73,9 +73,10 @@ std::string Executor::describe_experts() {
   Describer describer(weights_, *matrices, firsts.size());
   std::vector<ExpertLayer> layers;
   for (const size_t i : firsts) {
-    for (size_t j = 0; j < 5; j++) {
+    const bool entries = i + 3 < ops.size() && ops[i + 3].is(Op::return_sums);  // these are returned, not sums
+    for (size_t j = 0; j < (entries ? 4 : 5); j++) {
       const Op wanted[] = {Op::expert_linear, Op::silu_mul, Op::expert_linear, Op::combine_experts, Op::return_sums};
-      if (i + j >= ops.size() || (j != 1 && !ops[i + j].is(wanted[j])))
+      if (i + j >= ops.size() || (j != 1 && !ops[i + j].is(wanted[j + (entries && j == 3)])))
         throw std::invalid_argument("a layer of experts with other ops than two products are computed by CPUs alone");
     }
     const OpNode &first = ops[i], &gate = ops[i + 1];

@@ -30,8 +30,8 @@ size_t exact_layer_bytes(const ExactLayer& layer, int rows, int top) {
   return LayerRows(layer, rows, top, nullptr).bytes;
 }
 
-void run_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, const float* x, int rows,
-                     const Routing& routing, char* scratch, const ExactSums& sums, const Queue& queue) {
+void multiply_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, const float* x, int rows,
+                          const Routing& routing, char* scratch, float* entries, const Queue& queue) {
   const LayerRows s(layer, rows, routing.top, scratch);
   quantize_exact(layer.gate_up, x, rows, s.x, queue);
   ExactGemm p;
@@ -41,8 +41,14 @@ void run_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, c
   quantize_exact(layer.down, s.h, rows * routing.top, s.between, queue);
   ExactGemm second;
   second.w = layer.down, second.bias = layer.down_bias, second.x = s.between;
-  second.routing = routing, second.rows = rows, second.y = s.y;
+  second.routing = routing, second.rows = rows, second.y = entries;
   multiply(second, true);
+}
+
+void run_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, const float* x, int rows,
+                     const Routing& routing, char* scratch, const ExactSums& sums, const Queue& queue) {
+  const LayerRows s(layer, rows, routing.top, scratch);
+  multiply_exact_layer(layer, multiply, x, rows, routing, scratch, s.y, queue);
   Combination c;
   c.entries = s.y, c.routing = routing, c.y = {sums.values, nullptr, layer.down.n}, c.adds = sums.adds;
   combine_experts(c, rows, queue);

@@ -66,10 +66,12 @@ void CudaExecutor::connect(const std::vector<std::string>& addresses) {
   exchange_->connect(addresses);
 }
 
-void CudaExecutor::stream_experts(std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits) {
+void CudaExecutor::stream_experts(std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits,
+                                  size_t hot_bytes) {
   if (!expert_exchange_ || runner_)
     throw std::invalid_argument("stream_experts() comes between set_exchange() and allocate()");
   expert_stream_ = std::make_unique<ExpertStream>(device_, std::move(panels), limits);
+  if (hot_bytes) hot_experts_ = std::make_unique<HotExperts>(device_, *expert_stream_, limits, hot_bytes);
   streamed_rows_ = limits.rows;
 }
 
@@ -97,8 +99,9 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
     throw std::invalid_argument("a mixed group has no drafts by a model and no adapters");
   if (expert_stream_ && limits.max_rows > streamed_rows_)
     throw std::invalid_argument("stream_experts() was for steps of " + std::to_string(streamed_rows_) + " rows");
-  expert_ranks_ =
-      expert_exchange_ ? std::make_unique<ExpertRanks>(device_, expert_exchange_, expert_stream_.get()) : nullptr;
+  expert_ranks_ = expert_exchange_ ? std::make_unique<ExpertRanks>(device_, expert_exchange_, expert_stream_.get(),
+                                                                   hot_experts_.get())
+                                   : nullptr;
   adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
   Limits own = limits;
   own.draft_layers = std::max((int)drafts_.size(), 1);

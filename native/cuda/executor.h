@@ -9,7 +9,7 @@
 
 #include "batch/model.h"
 #include "batch/queued_decoder.h"
-#include "cuda/expert_stream.h"
+#include "cuda/hot_experts.h"
 #include "cuda/memory/host_spans.h"
 #include "cuda/runner.h"
 
@@ -44,8 +44,11 @@ class CudaExecutor : public Model {
   void set_exchange(std::shared_ptr<ExpertExchange> exchange) { expert_exchange_ = std::move(exchange); }
   // After set_exchange(): the GPU computes the experts of steps with many rows itself, from the ranks' memory. Throws
   // as ExpertStream does, and then ranks of experts compute them.
-  void stream_experts(std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits);
+  // hot_bytes: of the GPU's memory for experts that are chosen most, whose entries it computes in other steps; not 0:
+  // ranks of experts return entries.
+  void stream_experts(std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits, size_t hot_bytes);
   const ExpertStream* expert_stream() const { return expert_stream_.get(); }
+  const HotExperts* hot_experts() const { return hot_experts_.get(); }
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. drafts: a draft model, or
   // the layers of a draft head, on the same GPU and allocated with the same spans.
@@ -110,6 +113,7 @@ class CudaExecutor : public Model {
   bool unloaded_ = false;
   std::shared_ptr<ExpertExchange> expert_exchange_;
   std::unique_ptr<ExpertStream> expert_stream_;
+  std::unique_ptr<HotExperts> hot_experts_;
   int streamed_rows_ = 0;  // of the largest step, of stream_experts()
   std::unique_ptr<ExpertRanks> expert_ranks_;
   std::unique_ptr<Adapters> adapters_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -45,15 +46,15 @@ ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPan
     for (Slot& slot : slots_)
       for (cudaEvent_t* event : {&slot.copied, &slot.used})
         check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
-    const auto began = Clock::now();
-    for (int rank = 0; rank < panels_->ranks(); rank++) pin(rank);
-    pinning_seconds_ = seconds_since(began);
+    pin();
     measure();
   } catch (...) {  // no destructor runs
     release();
     throw;
   }
-  first_rows_ = limits.first_rows >= 0 ? std::max(limits.first_rows, 1) : chosen_rows(limits);
+  first_rows_ = limits.first_rows > 0   ? limits.first_rows
+                : limits.first_rows < 0 ? std::max(chosen_rows(limits), 1)
+                                        : INT_MAX;
 }
 
 ExpertStream::~ExpertStream() { release(); }
@@ -69,26 +70,27 @@ void ExpertStream::release() {
   cudaGetLastError();  // nothing more can be done about it
 }
 
-void ExpertStream::pin(int rank) {
+void ExpertStream::pin() {
   const auto began = Clock::now();
-  const size_t all = panels_->matrices_bytes(rank);
-  for (size_t at = 0; at < all; at += kPinned) {
-    if (pinning_seconds_ + seconds_since(began) > kPinSeconds)
-      throw std::runtime_error("pinning " + std::to_string(all >> 20) + " MiB of experts' weights takes more than " +
-                               std::to_string((int)kPinSeconds) + " s");
-    char* const data = panels_->matrices(rank) + at;
-    check(cudaHostRegister(data, std::min(kPinned, all - at), cudaHostRegisterPortable),
-          "pinning the memory of experts' weights");
-    pinned_.push_back(data);
-  }
+  for (int rank = 0; rank < panels_->ranks(); rank++)
+    for (size_t at = 0, all = panels_->matrices_bytes(rank); at < all; at += kPinned) {
+      if (seconds_since(began) > kPinSeconds)
+        throw std::runtime_error("pinning the memory of experts' weights takes more than " +
+                                 std::to_string((int)kPinSeconds) + " s");
+      char* const data = panels_->matrices(rank) + at;
+      check(cudaHostRegister(data, std::min(kPinned, all - at), cudaHostRegisterPortable),
+            "pinning the memory of experts' weights");
+      pinned_.push_back(data);
+    }
+  pinning_seconds_ = seconds_since(began);
 }
 
 // Divides the GPU's memory: biases and orders of columns, which stay there; the entries of a layer; the ring.
 void ExpertStream::place(const StreamLimits& limits) {
   struct Upload {
     const void* from;
-    size_t bytes;
-    size_t at;
+    size_t bytes, at;
+    std::function<void(const char*)> place;  // takes its address on the GPU
   };
   std::vector<Upload> uploads;
   size_t used = 0, scratch = 0, largest = 0, stack = 0;
@@ -97,69 +99,57 @@ void ExpertStream::place(const StreamLimits& limits) {
     used += round_up_256(bytes);
     return at;
   };
-  const auto upload = [&](const void* from, size_t bytes) {
-    if (from) uploads.push_back({from, bytes, take(bytes)});
-  };
-  for (int pass = 0; pass < 2; pass++) {  // sizes, then addresses
-    layers_.assign(panels_->ranks(), {});
-    size_t next = 0;
-    const auto on_gpu = [&](const void* from, size_t bytes) -> char* {
-      if (!from) return nullptr;
-      if (!pass) return upload(from, bytes), nullptr;
-      return memory_.as() + uploads[next++].at;
-    };
-    for (int rank = 0; rank < panels_->ranks(); rank++)
-      for (int i = 0; i < panels_->layers(); i++) {
-        const ExpertLayer& of = panels_->layer(rank, i);
-        const auto matrix = [&](const ExpertStack& s) {
-          const char* order = on_gpu(panels_->order(rank, s), s.layout.k * sizeof(int));
-          return exact_matrix(s.layout, reinterpret_cast<const int*>(order));
+  layers_.assign(panels_->ranks(), std::vector<Layer>(panels_->layers()));
+  for (int rank = 0; rank < panels_->ranks(); rank++)
+    for (int i = 0; i < panels_->layers(); i++) {
+      const ExpertLayer& of = panels_->layer(rank, i);
+      Layer& layer = layers_[rank][i];
+      layer.begin = of.begin, layer.end = of.end, layer.gate = gate_of(of.gate);
+      layer.alpha = of.alpha, layer.limit = of.limit;
+      const auto add = [&](const ExpertStack& s, ExactMatrix& matrix, const float*& bias, uint64_t& at) {
+        matrix = exact_matrix(s.layout), at = s.panels;
+        largest = std::max(largest, matrix.bytes), stack = std::max(stack, matrix.bytes * of.experts());
+        const auto upload = [&](const auto* from, size_t count, const auto*& to) {
+          const size_t bytes = count * sizeof *from;
+          if (from)
+            uploads.push_back(
+                {from, bytes, take(bytes), [&to](const char* there) { to = reinterpret_cast<decltype(from)>(there); }});
         };
-        const auto bias = [&](const ExpertStack& s) {
-          const size_t bytes = (size_t)of.experts() * s.layout.n * sizeof(float);
-          return reinterpret_cast<const float*>(on_gpu(panels_->bias(rank, s), bytes));
-        };
-        Layer layer;
-        layer.begin = of.begin, layer.end = of.end, layer.gate = gate_of(of.gate);
-        layer.alpha = of.alpha, layer.limit = of.limit;
-        layer.gate_up = matrix(of.gate_up), layer.down = matrix(of.down);
-        layer.gate_up_bias = bias(of.gate_up), layer.down_bias = bias(of.down);
-        layer.gate_up_at = of.gate_up.panels, layer.down_at = of.down.panels;
-        if (layer.gate_up.n != 2 * layer.down.inputs ||
-            layer.gate_up.inputs != panels_->layer(0, i).gate_up.layout.inputs ||
-            layer.down.n != panels_->layer(0, i).down.layout.n)
-          throw std::invalid_argument("experts of layer " + std::to_string(i) + " do not fit each other");
-        experts_ = std::max(experts_, layer.end);
-        scratch = std::max(scratch, exact_layer_bytes(layer, limits.rows, limits.top));
-        for (const ExactMatrix* m : {&layer.gate_up, &layer.down})
-          largest = std::max(largest, m->bytes), stack = std::max(stack, m->bytes * of.experts());
-        layers_[rank].push_back(layer);
-      }
-    if (pass) break;
-    const size_t scratch_at = take(scratch);
-    routing_.top = limits.top;
-    const size_t routing_at = take(routing_bytes(limits.rows, limits.top, experts_));
-    const size_t ring_at = used, left = limits.bytes > used ? limits.bytes - used : 0;
-    slot_bytes_ =
-        std::min({left / kSlots, std::max(largest, kLargestSlot), std::max(stack, kSmallestSlot)}) / 256 * 256;
-    if (slot_bytes_ < largest)
-      throw std::invalid_argument("experts on the GPU take " +
-                                  std::to_string((used + kSlots * round_up_256(largest)) >> 10) +
-                                  " KiB of its memory, " + std::to_string(limits.bytes >> 10) + " KiB were announced");
-    memory_ = Memory(ring_at + kSlots * slot_bytes_, "experts that are copied");
-    scratch_ = memory_.as() + scratch_at, ring_ = memory_.as() + ring_at;
-    place_routing(memory_.as() + routing_at, limits.rows, experts_, routing_);
-  }
-  for (const Upload& each : uploads)
+        upload(panels_->order(rank, s), s.layout.k, matrix.order);
+        upload(panels_->bias(rank, s), (size_t)of.experts() * s.layout.n, bias);
+      };
+      add(of.gate_up, layer.gate_up, layer.gate_up_bias, layer.gate_up_at);
+      add(of.down, layer.down, layer.down_bias, layer.down_at);
+      const Layer& first = layers_[0][i];
+      if (layer.gate_up.n != 2 * layer.down.inputs || layer.gate_up.inputs != first.gate_up.inputs ||
+          layer.down.n != first.down.n)
+        throw std::invalid_argument("experts of layer " + std::to_string(i) + " do not fit each other");
+      experts_ = std::max(experts_, layer.end);
+      scratch = std::max(scratch, exact_layer_bytes(layer, limits.rows, limits.top));
+    }
+  routing_.top = limits.top;
+  const size_t scratch_at = take(scratch), routing_at = take(routing_bytes(limits.rows, limits.top, experts_)),
+               ring_at = used, left = limits.bytes > used ? limits.bytes - used : 0;
+  slot_bytes_ = std::min({left / kSlots, std::max(largest, kLargestSlot), std::max(stack, kSmallestSlot)}) / 256 * 256;
+  if (slot_bytes_ < largest)
+    throw std::invalid_argument("experts on the GPU take " +
+                                std::to_string((used + kSlots * round_up_256(largest)) >> 10) + " KiB of its memory, " +
+                                std::to_string(limits.bytes >> 10) + " KiB were announced");
+  memory_ = Memory(ring_at + kSlots * slot_bytes_, "experts that are copied");
+  scratch_ = memory_.as() + scratch_at, ring_ = memory_.as() + ring_at;
+  place_routing(memory_.as() + routing_at, limits.rows, experts_, routing_);
+  for (const Upload& each : uploads) {
+    each.place(memory_.as() + each.at);
     check(cudaMemcpy(memory_.as() + each.at, each.from, each.bytes, cudaMemcpyHostToDevice), "copying experts' biases");
+  }
   check(cudaStreamSynchronize(nullptr), "copying experts' biases");  // cudaMemcpy may return earlier
 }
 
-// Queues the copy of a part of a rank's memory. A copy stays within memory that was pinned at once.
-void ExpertStream::copy(char* to, int rank, uint64_t at, size_t bytes) {
+// A copy stays within memory that was pinned at once.
+void ExpertStream::copy(char* to, int rank, uint64_t at, size_t bytes, cudaStream_t stream) const {
   for (size_t done = 0, part; done < bytes; done += part) {
     part = std::min(bytes - done, kPinned - (size_t)((at + done) % kPinned));
-    check(cudaMemcpyAsync(to + done, panels_->matrices(rank) + at + done, part, cudaMemcpyHostToDevice, copies_),
+    check(cudaMemcpyAsync(to + done, panels_->matrices(rank) + at + done, part, cudaMemcpyHostToDevice, stream),
           "copying experts");
   }
 }
@@ -168,7 +158,7 @@ void ExpertStream::measure() {
   const size_t bytes = std::min(slot_bytes_, panels_->matrices_bytes(0));
   for (int i = 0; i < 4; i++) {  // the first one is slower
     const auto began = Clock::now();
-    copy(ring_, 0, 0, bytes);
+    copy(ring_, 0, 0, bytes, copies_);
     check(cudaStreamSynchronize(copies_), "copying experts");
     if (i) bandwidth_ = std::max(bandwidth_, bytes / seconds_since(began));
   }
@@ -219,7 +209,7 @@ void ExpertStream::multiply(int rank, ExactGemm& p, uint64_t at, int entries) {
     char* const to = ring_ + next_ % kSlots * slot_bytes_;
     p.adjacent = to, p.first = first, p.end = std::min(first + together, all);
     check(cudaStreamWaitEvent(copies_, slot.used), "waiting for experts");
-    copy(to, rank, at + first * (uint64_t)p.w.bytes, (p.end - first) * p.w.bytes);
+    copy(to, rank, at + first * (uint64_t)p.w.bytes, (p.end - first) * p.w.bytes, copies_);
     check(cudaEventRecord(slot.copied, copies_), "recording an event");
     check(cudaStreamWaitEvent(queue.stream, slot.copied), "waiting for experts");
     gemm_exact(p, entries, queue);

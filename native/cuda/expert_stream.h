@@ -13,11 +13,16 @@ namespace as::cuda {
 struct StreamLimits {
   int rows = 0, top = 0;  // of the largest step, and experts of a row
   size_t bytes = 0;       // of the GPU's memory that may be taken
-  int first_rows = -1;    // rows of a step from which on experts are copied; -1: chosen from measured speeds
+  int first_rows = -1;    // rows of a step from which on experts are copied; -1: chosen from measured speeds; 0: never
 };
 
 class ExpertStream {
  public:
+  struct Layer : ExactLayer {
+    int begin = 0, end = 0;                // experts
+    uint64_t gate_up_at = 0, down_at = 0;  // in the rank's memory
+  };
+
   // Pins the ranks' memory and measures how fast it is copied. Throws std::invalid_argument if experts have no exact
   // recipe or the GPU's memory does not suffice, and std::runtime_error if the memory cannot be pinned in time.
   ExpertStream(const Device& device, std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits);
@@ -28,6 +33,12 @@ class ExpertStream {
   bool takes(int rows) const { return rows >= first_rows_; }
   int first_rows() const { return first_rows_; }
   int layers() const { return panels_->layers(); }
+  int ranks() const { return panels_->ranks(); }
+  int experts() const { return experts_; }  // of a layer, on all ranks
+  const Layer& layer(int rank, int number) const { return layers_[rank][number]; }
+  char* scratch() const { return scratch_; }  // of exact_layer_bytes(), for the largest step
+  // Queues the copy of a part of a rank's matrices.
+  void copy(char* to, int rank, uint64_t at, size_t bytes, cudaStream_t stream) const;
   double bandwidth() const { return bandwidth_; }              // bytes/s over PCIe
   double pinning_seconds() const { return pinning_seconds_; }  // that pinning took
   size_t bytes() const { return memory_.size(); }
@@ -45,18 +56,13 @@ class ExpertStream {
   struct Slot {  // of the ring of experts
     cudaEvent_t copied = nullptr, used = nullptr;
   };
-  struct Layer : ExactLayer {
-    int begin = 0, end = 0;                // experts
-    uint64_t gate_up_at = 0, down_at = 0;  // in the rank's memory
-  };
 
-  void pin(int rank);
+  void pin();
   void release();
   void place(const StreamLimits& limits);
   void measure();
   int chosen_rows(const StreamLimits& limits) const;
   void multiply(int rank, ExactGemm& p, uint64_t at, int entries);
-  void copy(char* to, int rank, uint64_t at, size_t bytes);
 
   const Device& device_;
   const std::shared_ptr<const ExpertPanels> panels_;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "cuda/expert_stream.h"
+#include "cuda/hot_experts.h"
 #include "cuda/memory/host_threads.h"
 #include "cuda/ops/all_reduce.h"
 
@@ -104,6 +104,7 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   if (states_) states_->copy(batch);
   if (batch.rows.empty()) return;
   if (states_) states_->begin(batch);
+  if (workspace_.experts && workspace_.experts->hot()) workspace_.experts->hot()->between_steps();
   const bool heads = !forms_[0].heads_from || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });

@@ -395,6 +395,11 @@ void check_dispatch_rows(const Program& p, const OpNode& op) {
     throw wrong(op, "its second input must have a row set formed of all rows");
 }
 
+void check_return_sums(const Program& p, const OpNode& op) {
+  const int set = p.in(op).rows;
+  if (set <= kOutputRows || p.row_sets()[set].of != kAllRows) check_all_rows(p, op);
+}
+
 void check_dispatched_choices(const Program& p, const OpNode& op) {
   check_all_rows(p, op);
   width_is(op, p.out(op), 1, "output");

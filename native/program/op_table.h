@@ -165,11 +165,11 @@ OP(combine_experts, kTwo, kOne, kNone, false, RowRule::combined, {}, check_combi
 OP(dispatch_rows, kTwo, kNone, kNone, false, RowRule::none, {}, check_dispatch_rows, each_value<0>)
 OP(returned_sums, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, each_value<1>)
 // A rank of experts: the rows that it was sent; the row set, and the entries' weights, that it was sent with them, formed
-// of its input's rows; and what it returns.
+// of its input's rows; and what it returns: a sum for each row, or the entries of a row set, which the model's rank sums.
 OP(dispatched_rows, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, each_value<0>)
 OP(dispatched_choices, kOne, kOne, kNone, false, RowRule::routed, {positive(whole("experts"))}, check_dispatched_choices,
    each_value<0>)
-OP(return_sums, kOne, kNone, kNone, false, RowRule::none, {}, check_all_rows, each_value<0>)
+OP(return_sums, kOne, kNone, kNone, false, RowRule::none, {}, check_return_sums, each_value<0>)
 // y * sigmoid(gate of the row)
 OP(sigmoid_mul, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mul, each_value<1>)
 // Adds B A x of the row's adapter to columns [offset, offset + columns) of y, which hold `blocks` blocks. target: which

@@ -186,7 +186,8 @@ def group_configuration() -> str:
 
 def _rank_sample() -> dict[str, Any]:
     return {"steps": 1, "step_seconds": 1.0, "exchange_seconds": 0.5, "wait_seconds": 0.1, "bytes_on_node": {0: 1},
-            "misplaced_bytes": 0, "gpu": {"index": 0, "total": 2, "free": 1}, "expert_messages": 1, "expert_rows": 1}
+            "misplaced_bytes": 0, "gpu": {"index": 0, "total": 2, "free": 1}, "expert_messages": 1, "expert_rows": 1,
+            "expert_hits": 1, "expert_uses": 2}
 
 
 class _NoModel:

@@ -1,11 +1,13 @@
 """Mixed groups with a GPU: it computes the model, CPUs its routed experts. Ranks are threads of this process."""
 from __future__ import annotations
 
+import re
 import time
 
 import numpy as np
 import pytest
 
+from allspark_client import AllSparkError
 from allspark_server.runtime import expert_streams
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
@@ -149,3 +151,49 @@ def test_rows_are_chosen_and_sent_if_the_memory_does_not_suffice(caplog, monkeyp
     assert "KiB were announced" in caplog.text
     assert tokens == wanted[0]
     np.testing.assert_array_equal(np.stack(logits), np.stack(wanted[1]))
+
+
+def room_for(count: int, name: str, experts: int, **fields) -> int:
+    """hot_expert_memory for so many hot experts, as the refusal of too little tells."""
+    with pytest.raises(AllSparkError, match="has no room for an expert") as refused:
+        driver(name, experts, hot_expert_memory=1, **fields)
+    fixed, each = re.search(r": (\d+) bytes are for .*, (\d+) for each", str(refused.value)).groups()
+    return int(fixed) + count * int(each)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4])      # 4: whole experts
+@pytest.mark.parametrize("form", ["int4", "w8a8"])
+def test_hot_experts_change_no_bit(form, experts):
+    """While experts move, in graphs and in chunks that are computed in both ways, or copied."""
+    form = {**STREAMED[form], "expert_streaming_rows": 48}
+    with driver("qwen3-moe", experts, **{**form, "expert_streaming_rows": 0}) as mixed:
+        tokens, logits = mixed.generate(PROMPT, 80)
+    for count in (5, 1000):
+        memory = room_for(count, "qwen3-moe", experts, **form)
+        with driver("qwen3-moe", experts, hot_expert_memory=memory, **form) as mixed:
+            for chunk in (None, 17, 50):
+                own, bits = mixed.generate(PROMPT, 80, chunk)
+                assert own == tokens
+                np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
+            hits, uses = mixed.runners[0].expert_uses
+            assert 0 < hits < uses and (count == 5 or hits > uses / 2)
+
+
+def test_hot_experts_in_a_batch_with_warm_up():
+    form, prompts = STREAMED["int4"], [prompt_of(5), prompt_of(40, seed=3)]
+    with driver("glm4-moe", 2, expert_streaming_rows=0, **form) as mixed:
+        wanted = together(mixed, prompts, 16)
+    with driver("glm4-moe", 2, expert_streaming_rows=0, hot_expert_memory=64 << 20, **form) as mixed:
+        left = 1
+        while left:
+            steps = [mixed.pool.submit(runner.warm_up, 8) for runner in mixed.runners]
+            done, total = steps[0].result()
+            left = total - done
+        for chunk in (16, 3, 8, 16):
+            np.testing.assert_array_equal(np.stack(together(mixed, prompts, chunk)), np.stack(wanted))
+        assert mixed.runners[0].expert_uses[0] > 0
+
+
+def test_experts_in_floats_cannot_be_hot():
+    with pytest.raises(AllSparkError, match="hot_expert_memory=1048576 is not possible: experts in bfloat16"):
+        driver("qwen3-moe", 1, weight_dtype="bfloat16", hot_expert_memory=1 << 20)

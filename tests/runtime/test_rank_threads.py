@@ -59,7 +59,7 @@ class FakeRunner:
         if self.name == f"lost-in-{where}{self.rank}":
             raise DeviceLost("the device is gone")
 
-    threads, gpu, address, computed_messages = 0, None, "", (0, 0)
+    threads, gpu, address, computed_messages, expert_uses = 0, None, "", (0, 0), (0, 0)
 
     answers = threading.Event()     # the file system of the model "hangs" does
 

@@ -127,11 +127,12 @@ class DispatchedChoices : public ExchangeOp {
     std::copy_n(exchange_.chosen(), entries, routing_.chosen.begin());
     std::copy_n(exchange_.shares(), entries, routing_.shares.begin());
     for (int i = 0; i < entries; i++)
-      if (routing_.chosen[i] < 0 || routing_.chosen[i] >= experts_)
+      if (routing_.chosen[i] < -1 || routing_.chosen[i] >= experts_)
         throw std::runtime_error("the model's rank has chosen expert " + std::to_string(routing_.chosen[i]) + " of " +
                                  std::to_string(experts_));
     routing_.group(rows, experts_);
-    for (int i = 0; i < entries; i++) *out_.row(routing_.entry_of[i]) = routing_.shares[i];
+    for (int i = 0; i < entries; i++)
+      if (routing_.chosen[i] >= 0) *out_.row(routing_.entry_of[i]) = routing_.shares[i];
   }
 
  private:
@@ -140,19 +141,34 @@ class DispatchedChoices : public ExchangeOp {
   const int experts_;
 };
 
+// Entries are returned in the order of each row's choices; those of experts that are not here are not written.
 class ReturnSums : public ExchangeOp {
  public:
-  explicit ReturnSums(const Binding& b) : ExchangeOp(b, true), in_(b.parts[0].in()) {
-    check(in_.width <= exchange_.shape().sum_width, "return_sums");
+  explicit ReturnSums(const Binding& b)
+      : ExchangeOp(b, true),
+        in_(b.parts[0].in()),
+        entries_of_(in_.row_set > kOutputRows ? &b.routing(in_.row_set) : nullptr) {
+    check(in_.width * (entries_of_ ? entries_of_->top : 1) <= exchange_.shape().sum_width, "return_sums");
+    if (entries_of_) begin_ = entries_of_->begin, end_ = entries_of_->end;
   }
 
   void run(const Batch& batch, int thread) override {
-    copy(in_.data, exchange_.own_sums(), in_.rows(batch), in_.width, thread);
+    if (entries_of_) copy_entries((int)batch.rows.size(), thread);
+    else copy(in_.data, exchange_.own_sums(), in_.rows(batch), in_.width, thread);
     if (core_.pool.barrier() && thread == 0) exchange_.send_sums();
   }
 
  private:
+  void copy_entries(int rows, int thread) const {
+    const int entries = rows * entries_of_->top, threads = core_.pool.size();
+    for (int i = entries * thread / threads; i < entries * (thread + 1) / threads; i++)
+      if (const int expert = entries_of_->chosen[i]; expert >= begin_ && expert < end_)
+        std::copy_n(in_.row(entries_of_->entry_of[i]), in_.width, exchange_.own_sums() + (size_t)i * in_.width);
+  }
+
   const Tensor in_;
+  const Routing* const entries_of_;  // null: sums are returned
+  int begin_ = 0, end_ = 0;
 };
 
 }  // namespace

@@ -13,10 +13,12 @@ namespace as {
 
 void Routing::group(int rows, int experts) {
   first.assign(experts + 1, 0);
-  for (int i = 0; i < rows * top; i++) first[chosen[i] + 1]++;
+  for (int i = 0; i < rows * top; i++)
+    if (chosen[i] >= 0) first[chosen[i] + 1]++;
   std::partial_sum(first.begin(), first.end(), first.begin());
   for (int r = 0; r < rows; r++)  // first[e] advances to where the next expert begins
-    for (int i = r * top; i < (r + 1) * top; i++) row_of[entry_of[i] = first[chosen[i]]++] = r;
+    for (int i = r * top; i < (r + 1) * top; i++)
+      if (chosen[i] >= 0) row_of[entry_of[i] = first[chosen[i]]++] = r;
   std::copy_backward(first.begin(), first.end() - 1, first.end());
   first[0] = 0;
 }

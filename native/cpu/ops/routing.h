@@ -13,7 +13,7 @@ struct Routing {
   std::vector<int> first;     // [experts + 1]: an expert's first entry
   std::vector<int> row_of;    // [entries]
   std::vector<int> entry_of;  // [rows][top], ascending, and so in the order of experts
-  std::vector<int> chosen;    // [rows][top]: the experts, ascending
+  std::vector<int> chosen;    // [rows][top]: the experts, ascending; -1: one that no rank of experts computes
   std::vector<float> shares;  // [rows][top]: their weights
   int experts = 0;            // of the router
   // While ops are bound: the experts whose entries this rank computes.

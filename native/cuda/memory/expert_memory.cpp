@@ -6,8 +6,9 @@
 
 namespace as::cuda {
 
-ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, ExpertStream* stream)
-    : device_(device), exchange_(std::move(exchange)), stream_(stream) {
+ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, ExpertStream* stream,
+                         HotExperts* hot)
+    : device_(device), exchange_(std::move(exchange)), stream_(stream), hot_(hot) {
   exchange_->check_connected();
   const int ranks = exchange_->expert_ranks();
   if (exchange_->holds_experts() || ranks > kMostExpertRanks)

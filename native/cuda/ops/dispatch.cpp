@@ -1,12 +1,19 @@
 // Layers whose routed experts other ranks compute, on CPUs: the router, dispatch_rows and returned_sums.
 #include "cuda/kernels/moe/dispatch.h"
 
-#include "cuda/expert_stream.h"
+#include "cuda/hot_experts.h"
 #include "cuda/ops/fusion.h"
 #include "cuda/ops/linear.h"
 
 namespace as::cuda {
 namespace {
+
+// The number of the layer of experts of ops[i].
+int layer_of(const Binding& b, size_t i) {
+  int layer = 0;
+  for (size_t j = 0; j < i; j++) layer += b.ops[j].is(Op::dispatch_rows);
+  return layer;
+}
 
 // In steps with many rows the GPU computes the experts itself (expert_stream.h), and no rank of experts is asked.
 int bind_dispatch_rows(Binding& b, size_t i) {
@@ -18,10 +25,10 @@ int bind_dispatch_rows(Binding& b, size_t i) {
       b.workspace.limits.max_rows > b.workspace.experts->shape().rows)
     throw std::invalid_argument("op dispatch_rows: the exchange's rows are smaller");
   ExpertStream* const stream = b.workspace.experts->stream();
+  HotExperts* const hot = b.workspace.experts->hot();
   float* sums = nullptr;
-  int layer = 0;
+  const int layer = layer_of(b, i);
   if (stream) {
-    for (size_t j = 0; j < i; j++) layer += b.ops[j].is(Op::dispatch_rows);
     size_t returned = i;
     while (returned < b.ops.size() && !b.ops[returned].is(Op::returned_sums)) returned++;
     if (returned == b.ops.size()) throw std::invalid_argument("op dispatch_rows: no op returned_sums follows");
@@ -31,8 +38,10 @@ int bind_dispatch_rows(Binding& b, size_t i) {
   }
   b.add_launch(kAllRows, [=, memory = b.workspace.experts->memory(), where = b.workspace.data->where(0),
                           queue = b.queue](int rows) {
-    if (stream && stream->takes(rows)) stream->run(layer, x.values(), routing, rows, sums);
-    else dispatch_rows(memory, x.values(), x.rows.width, routing, where, rows, queue);
+    if (stream && stream->takes(rows)) return stream->run(layer, x.values(), routing, rows, sums);
+    const HotExpertsOfLayer own = hot ? hot->of_layer(layer) : HotExpertsOfLayer{};
+    dispatch_rows(memory, x.values(), x.rows.width, routing, own, where, rows, queue);
+    if (hot) hot->multiply(layer, x.values(), routing, rows);
   });
   return 0;
 }
@@ -43,9 +52,16 @@ int bind_returned_sums(Binding& b, size_t i) {
   if (y.rows.width > b.workspace.experts->shape().sum_width)
     throw std::invalid_argument("op returned_sums: the exchange's rows are smaller");
   const ExpertStream* const stream = b.workspace.experts->stream();
+  std::optional<MetEntries> met;
+  if (const HotExperts* const hot = b.workspace.experts->hot()) {
+    size_t sent = i;
+    while (!b.ops[sent].is(Op::dispatch_rows)) sent--;  // check_layer() has seen that there is one
+    met = hot->met(layer_of(b, sent), b.workspace.dispatched.at(b.in(b.ops[sent], 1).row_set));
+  }
   b.add_launch(kAllRows, [=, memory = b.workspace.experts->memory(), queue = b.queue](int rows) {
     if (stream && stream->takes(rows)) return;
-    returned_sums(memory, y.values(), y.rows.width, rows, queue);
+    if (met) returned_entries(memory, *met, y.values(), y.rows.width, rows, queue);
+    else returned_sums(memory, y.values(), y.rows.width, rows, queue);
   });
   return 0;
 }

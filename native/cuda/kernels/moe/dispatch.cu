@@ -44,8 +44,9 @@ __device__ float4 read_host4(const float* from) {
   return v;
 }
 
-__global__ void __launch_bounds__(kThreads) dispatch_kernel(const __grid_constant__ ExpertMemory m, const float* x,
-                                                            int width, Routing routing, const int* where, int rows) {
+__global__ void __launch_bounds__(kThreads)
+    dispatch_kernel(const __grid_constant__ ExpertMemory m, const float* x, int width, Routing routing,
+                    HotExpertsOfLayer hot, const int* where, int rows) {
   __shared__ bool last;
   after_previous();
   const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
@@ -55,7 +56,17 @@ __global__ void __launch_bounds__(kThreads) dispatch_kernel(const __grid_constan
       reinterpret_cast<float4*>(m.rows)[i] = reinterpret_cast<const float4*>(x)[i];
   else
     for (size_t i = first; i < values; i += stride) m.rows[i] = x[i];
-  for (size_t i = first; i < entries; i += stride) m.chosen[i] = routing.entry_of[i], m.shares[i] = routing.shares[i];
+  for (size_t i = first; i < entries; i += stride) {
+    int expert = routing.entry_of[i];
+    if (hot.hot && expert >= 0) {
+      atomicAdd(hot.uses + expert, 1u);
+      if (hot.hot[expert]) {
+        atomicAdd(hot.hits, 1ull);
+        expert = -1;
+      }
+    }
+    m.chosen[i] = expert, m.shares[i] = routing.shares[i];
+  }
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -121,19 +132,76 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// As many adjacent values of a rank's entry, in the host's memory.
+template <int kWide>
+__device__ void read_entry(const float* from, float (&to)[kWide]) {
+  if constexpr (kWide == 4) {
+    const float4 v = read_host4(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  } else {
+    to[0] = read_host(from);
+  }
+}
+
+template <int kWide>
+__global__ void __launch_bounds__(kThreads)
+    returned_entries_kernel(const __grid_constant__ ExpertMemory m, const __grid_constant__ MetEntries met, float* y,
+                            int width, int rows) {
+  after_previous();
+  const uint32_t message = m.local[kMessages];
+  const int there = (int)m.local[kRows];
+  if (threadIdx.x < m.ranks) await_rank(m, threadIdx.x, message);
+  __syncthreads();
+  const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
+  for (size_t i = first; i < (size_t)rows * width / kWide; i += stride) {
+    const int row = (int)(i * kWide / width), column = (int)(i * kWide % width);
+    float sum[kWide] = {};
+    for (int r = 0; r < m.ranks && row < there; r++) {
+      const MetEntries::Rank& rank = met.ranks[r];
+      float own[kWide] = {};
+#pragma unroll 4
+      for (int j = 0; j < met.top; j++) {
+        const size_t at = (size_t)row * met.top + j;
+        const int expert = met.chosen[at];
+        if (expert < rank.begin || expert >= rank.end) continue;
+        float value[kWide];
+        if (met.hot[expert]) {
+          const float* from = rank.entries + (size_t)rank.entry_of[at] * width + column;
+#pragma unroll
+          for (int k = 0; k < kWide; k++) value[k] = from[k];
+        } else {
+          read_entry(m.sums[r] + at * width + column, value);
+        }
+#pragma unroll
+        for (int k = 0; k < kWide; k++) own[k] = __fmaf_rn(value[k], met.shares[at], own[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < kWide; k++) sum[k] = r ? __fadd_rn(sum[k], own[k]) : own[k];
+    }
+#pragma unroll
+    for (int k = 0; k < kWide; k++) y[i * kWide + k] = sum[k];
+  }
+}
+
 int ctas(int rows, int width, int most) {
   return std::clamp(ceil_div((int)std::min<int64_t>((int64_t)rows * width, 1 << 24), 4 * kThreads), 1, most);
 }
 
 }  // namespace
 
-void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing, const int* where,
-                   int rows, const Queue& queue) {
-  start(queue, dispatch_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, routing, where, rows);
+void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing,
+                   const HotExpertsOfLayer& hot, const int* where, int rows, const Queue& queue) {
+  start(queue, dispatch_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, routing, hot, where, rows);
 }
 
 void returned_sums(const ExpertMemory& memory, float* y, int width, int rows, const Queue& queue) {
   start(queue, returned_kernel, ctas(rows, width, kReceivers), kThreads, 0, memory, y, width, rows);
+}
+
+void returned_entries(const ExpertMemory& memory, const MetEntries& met, float* y, int width, int rows,
+                      const Queue& queue) {
+  const auto kernel = width % 4 ? returned_entries_kernel<1> : returned_entries_kernel<4>;
+  start(queue, kernel, ctas(rows, width, kReceivers), kThreads, 0, memory, met, y, width, rows);
 }
 
 }  // namespace as::cuda

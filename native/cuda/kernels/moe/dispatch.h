@@ -23,13 +23,37 @@ struct ExpertMemory {
   uint64_t limit = 0;     // ns
 };
 
+// Of a layer: which experts the GPU computes itself, and how often rows have chosen each; in its memory.
+struct HotExpertsOfLayer {
+  const int* hot = nullptr;            // [experts]: not 0: the GPU has it; null: ranks of experts compute all
+  uint32_t* uses = nullptr;            // [experts]
+  unsigned long long* hits = nullptr;  // entries of hot experts, of all layers
+};
+// The entries of a layer where they meet: those of hot experts on the GPU, the others in messages.
+struct MetEntries {
+  int top = 0;
+  const int* hot = nullptr;       // as above
+  const int* chosen = nullptr;    // [rows, top]
+  const float* shares = nullptr;  // [rows, top]
+  struct Rank {
+    int begin = 0, end = 0;          // its experts
+    const int* entry_of = nullptr;   // [rows, top]
+    const float* entries = nullptr;  // [entries, width]
+  } ranks[kMostExpertRanks];
+};
+
 // Chooses each row's experts from its logits, as route() does: into routing.entry_of and routing.shares.
 void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
                     const Queue& queue);
-// Sends rows x [rows, width] and their choices; not the padding rows at the end (where: as of route()).
-void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing, const int* where,
-                   int rows, const Queue& queue);
+// Sends rows x [rows, width] and their choices, -1 for hot experts; not the padding rows at the end (where: as of
+// route()).
+void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing,
+                   const HotExpertsOfLayer& hot, const int* where, int rows, const Queue& queue);
 // y [rows, width] = the sums of all ranks, added in rank order: ((0 + 1) + 2) + ...; zeros for padding rows.
 void returned_sums(const ExpertMemory& memory, float* y, int width, int rows, const Queue& queue);
+// The same of ranks that return entries [rows, top, width]: each rank's sum is of its experts in ascending order, as
+// combine_experts() has it.
+void returned_entries(const ExpertMemory& memory, const MetEntries& met, float* y, int width, int rows,
+                      const Queue& queue);
 
 }  // namespace as::cuda
