@@ -176,9 +176,6 @@ class AsModelConfig(Checked):
         if self.host_cache_memory and not self.enable_prefix_cache:
             raise ValueError(f"host_cache_memory={self.host_cache_memory} is the prefix cache's, which is off: set "
                              "enable_prefix_cache")
-        if self.hot_expert_memory and not (self.on_gpus and self.expert_nodes):
-            raise ValueError(f"hot_expert_memory={self.hot_expert_memory} is for mixed groups with a GPU, such as "
-                             f"compute_unit='CUDA:0+CPU:0'; compute_unit is {self.compute_unit!r}")
         if self.idle_timeout and not self.on_demand:
             raise ValueError(f"idle_timeout={self.idle_timeout:g} is for models on demand: set on_demand")
         if self.speculation in ("draft", "eagle") and not self.draft_model:

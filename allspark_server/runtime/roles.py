@@ -50,6 +50,10 @@ class Role:
 def role_of(config: AsModelConfig, rank: int, world: int) -> Role:
     """The role of a rank of a group of `world` ranks. AllSparkError if the config cannot be met."""
     nodes = config.expert_nodes
+    if config.hot_expert_memory and not (nodes and config.on_gpus):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"hot_expert_memory={config.hot_expert_memory} is for mixed groups with a GPU, such as "
+                            f"compute_unit='CUDA:0+CPU:0'; compute_unit is {config.compute_unit!r}")
     if not nodes:
         return Role(rank, world)
     unit = f"compute_unit={config.compute_unit!r}"

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from allspark_client import AsModelConfig
+from allspark_client import AllSparkError, AsModelConfig
 from allspark_server import _native
 from allspark_server.models.roles import expert_ops
 from allspark_server.runtime import expert_streams
+from allspark_server.runtime.roles import role_of
 from allspark_server.runtime.runner import ModelRunner
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
@@ -140,6 +141,28 @@ def test_what_only_cpus_compute(name, fields, reason):
         model = runner.opened[0]
         assert reason in expert_streams.reason_against(model, runner.config, "CUDA:0+CPU:0")
         assert "no GPU" in expert_streams.reason_against(model, runner.config, "CPU:0+CPU:0")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_return_entries_where_experts_are_hot(count):
+    form = FORMS["int4"]
+    with (ranks_of_experts(checkpoint("qwen3-moe"), count, hot_expert_memory=1 << 20, **form) as runners,
+          ranks_of_experts(checkpoint("qwen3-moe"), count, **form) as others):
+        check_panels(_native.ExpertPanels(addresses_of(runners)), runners)
+        for own, other in zip(runners, others):
+            kinds = [[op.type for op in runner.opened[0].graph.ops] for runner in (own, other)]
+            assert kinds[0] == [kind for kind in kinds[1] if kind != "combine_experts"]
+            assert own._exchange_sizes["sum_width"] == other._exchange_sizes["sum_width"] * own._exchange_sizes["top"]
+
+
+def test_hot_experts_are_refused():
+    with pytest.raises(AllSparkError, match="hot_expert_memory=5 is not possible: experts in bfloat16 have no exact"):
+        with ranks_of_experts(checkpoint("qwen3-moe"), 1, weight_dtype="bfloat16", hot_expert_memory=5):
+            pass
+    for unit in ("CUDA:0", "CPU:0+CPU:0", "CPU:0"):
+        config = AsModelConfig(model_name="m", model_path="m", compute_unit=unit, hot_expert_memory=5)
+        with pytest.raises(AllSparkError, match="hot_expert_memory=5 is for mixed groups with a GPU"):
+            role_of(config, 0, 1 + len(config.expert_nodes))
 
 
 def test_addresses_are_checked():

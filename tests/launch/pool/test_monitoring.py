@@ -24,7 +24,7 @@ from support.metrics import metrics_of, samples
 FOLDER = resource_folder("monitoring")
 REPORT = {"restarts": 3, "ranks": [
     {"node": 0, "bytes_on_node": {"0": 900, "1": 100}, "misplaced_bytes": 100, "steps": 7, "step_seconds": 10.0,
-     "exchange_seconds": 3.0, "wait_seconds": 1.0},
+     "exchange_seconds": 3.0, "wait_seconds": 1.0, "expert_hits": 30, "expert_uses": 40},
     {"node": 1, "bytes_on_node": {"1": 1000}, "misplaced_bytes": 0, "steps": 7, "step_seconds": 10.0,
      "exchange_seconds": 4.0, "wait_seconds": 4.0, "expert_messages": 21, "expert_rows": 84},
 ]}
@@ -64,6 +64,8 @@ def test_metrics_of_ranks_of_experts(member):
     assert found[("allspark_rank_expert_messages_total", ("rank", "1"))] == 21
     assert found[("allspark_rank_expert_rows_total", ("rank", "1"))] == 84
     assert ("allspark_rank_expert_messages_total", ("rank", "0")) not in found
+    assert found[("allspark_rank_expert_uses_total", ("hot", "yes"), ("rank", "0"))] == 30
+    assert found[("allspark_rank_expert_uses_total", ("hot", "no"), ("rank", "0"))] == 10
     assert found[("allspark_rank_seconds_total", ("part", "wait"), ("rank", "1"))] == 4
 
 
