@@ -52,8 +52,7 @@ HotExperts::HotExperts(const Device& device, ExpertStream& source, const StreamL
                fixed = table_bytes + row_bytes + use_bytes;
   const size_t count = bytes > fixed ? std::min((bytes - fixed) / slot_bytes_, all) : 0;
   if (!count)
-    throw std::invalid_argument("hot_expert_memory=" + std::to_string(bytes) +
-                                " has no room for an expert: " + std::to_string(fixed) + " bytes are for entries of " +
+    throw std::invalid_argument("no expert fits: " + std::to_string(fixed) + " bytes are for entries of " +
                                 std::to_string(rows) + " rows, " + std::to_string(slot_bytes_) + " for each expert");
   tables_ = Memory(table_bytes, "addresses of experts"), rows_ = Memory(row_bytes, "entries of hot experts");
   host_tables_ = Memory(table_bytes, "addresses of experts", Memory::Where::host);

@@ -155,7 +155,7 @@ def test_rows_are_chosen_and_sent_if_the_memory_does_not_suffice(caplog, monkeyp
 
 def room_for(count: int, name: str, experts: int, **fields) -> int:
     """hot_expert_memory for so many hot experts, as the refusal of too little tells."""
-    with pytest.raises(AllSparkError, match="has no room for an expert") as refused:
+    with pytest.raises(AllSparkError, match="no expert fits") as refused:
         driver(name, experts, hot_expert_memory=1, **fields)
     fixed, each = re.search(r": (\d+) bytes are for .*, (\d+) for each", str(refused.value)).groups()
     return int(fixed) + count * int(each)
