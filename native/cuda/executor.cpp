@@ -183,6 +183,11 @@ void CudaExecutor::check_loaded() const {
   if (unloaded_) throw std::invalid_argument("the GPU's memory was given back: load() before steps");
 }
 
+void CudaExecutor::give_experts_back() {
+  if (hot_experts_) hot_experts_->give_back();
+  if (expert_stream_) expert_stream_->give_back();
+}
+
 void CudaExecutor::unload() {
   if (!runner_) throw std::invalid_argument("allocate() before unload()");
   if (unloaded_) return;
@@ -199,6 +204,7 @@ void CudaExecutor::unload() {
     throw;
   }
   runner_->unload();
+  give_experts_back();
   unloaded_ = true;
 }
 
@@ -207,12 +213,15 @@ void CudaExecutor::load() {
   device_.use();
   runner_->load();
   try {
+    if (expert_stream_) expert_stream_->take_again();
+    if (hot_experts_) hot_experts_->take_again();
     weights_.load();
     for (const auto& draft : drafts_) draft->load();
   } catch (...) {
     for (const auto& draft : drafts_) draft->unload();
     weights_.unload();
     runner_->unload();
+    give_experts_back();
     throw;
   }
   unloaded_ = false;

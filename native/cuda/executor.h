@@ -101,6 +101,7 @@ class CudaExecutor : public Model {
   std::vector<SpanRange> spans() const;  // of this model and of its drafts
   void make_decoder();
   void check_loaded() const;
+  void give_experts_back();
   struct EndOfStep;
 
   const std::shared_ptr<Device> shared_device_;

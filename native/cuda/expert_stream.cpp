@@ -127,20 +127,22 @@ void ExpertStream::place(const StreamLimits& limits) {
       experts_ = std::max(experts_, layer.end);
       scratch = std::max(scratch, exact_layer_bytes(layer, limits.rows, limits.top));
     }
-  routing_.top = limits.top;
+  const size_t fixed = used;
+  used = 0, routing_.top = limits.top;
   const size_t scratch_at = take(scratch), routing_at = take(routing_bytes(limits.rows, limits.top, experts_)),
-               ring_at = used, left = limits.bytes > used ? limits.bytes - used : 0;
+               ring_at = used, left = limits.bytes > fixed + used ? limits.bytes - fixed - used : 0;
   slot_bytes_ = std::min({left / kSlots, std::max(largest, kLargestSlot), std::max(stack, kSmallestSlot)}) / 256 * 256;
   if (slot_bytes_ < largest)
     throw std::invalid_argument("experts on the GPU take " +
-                                std::to_string((used + kSlots * round_up_256(largest)) >> 10) + " KiB of its memory, " +
-                                std::to_string(limits.bytes >> 10) + " KiB were announced");
-  memory_ = Memory(ring_at + kSlots * slot_bytes_, "experts that are copied");
+                                std::to_string((fixed + used + kSlots * round_up_256(largest)) >> 10) +
+                                " KiB of its memory, " + std::to_string(limits.bytes >> 10) + " KiB were announced");
+  fixed_ = Memory(fixed, "biases of experts");
+  memory_ = Memory(ring_at + kSlots * slot_bytes_, "experts that are copied", Memory::Where::lent);
   scratch_ = memory_.as() + scratch_at, ring_ = memory_.as() + ring_at;
   place_routing(memory_.as() + routing_at, limits.rows, experts_, routing_);
   for (const Upload& each : uploads) {
-    each.place(memory_.as() + each.at);
-    check(cudaMemcpy(memory_.as() + each.at, each.from, each.bytes, cudaMemcpyHostToDevice), "copying experts' biases");
+    each.place(fixed_.as() + each.at);
+    check(cudaMemcpy(fixed_.as() + each.at, each.from, each.bytes, cudaMemcpyHostToDevice), "copying experts' biases");
   }
   check(cudaStreamSynchronize(nullptr), "copying experts' biases");  // cudaMemcpy may return earlier
 }

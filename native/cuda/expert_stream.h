@@ -41,11 +41,15 @@ class ExpertStream {
   void copy(char* to, int rank, uint64_t at, size_t bytes, cudaStream_t stream) const;
   double bandwidth() const { return bandwidth_; }              // bytes/s over PCIe
   double pinning_seconds() const { return pinning_seconds_; }  // that pinning took
-  size_t bytes() const { return memory_.size(); }
+  size_t bytes() const { return fixed_.size() + memory_.size(); }
   // Rows, over all layers, that were computed here.
   int64_t computed_rows() const { return computed_rows_; }
   // Throws std::invalid_argument unless the layer takes rows of such widths with `top` experts each.
   void check_layer(int layer, int width, int sum_width, int top) const;
+  // give_back() frees most of the GPU's memory while no step runs; take_again() allocates it again, and throws
+  // std::runtime_error if memory runs out. A second call does nothing.
+  void give_back() { memory_.give_back(); }
+  void take_again() { memory_.take_again(); }
   // Whether run() is of a step whose rows are all padding: it copies nothing.
   void set_idle(bool idle) { idle_ = idle; }
   // y [rows, width] = the sums of all ranks of experts, added in rank order. x [rows, width]. chosen: the experts of
@@ -71,8 +75,8 @@ class ExpertStream {
   cudaStream_t copies_ = nullptr;
   std::vector<Slot> slots_;
   size_t slot_bytes_ = 0;
-  unsigned next_ = 0;  // slot
-  Memory memory_;
+  unsigned next_ = 0;      // slot
+  Memory fixed_, memory_;  // biases and orders; the rest
   char *ring_ = nullptr, *scratch_ = nullptr;
   Routing routing_;
   int experts_ = 0;  // of a layer, on all ranks

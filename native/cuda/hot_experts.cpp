@@ -32,15 +32,15 @@ HotExperts::HotExperts(const Device& device, ExpertStream& source, const StreamL
   for (int i = 0; i < layers; i++) {
     Tables tables;
     tables.hot = take(table_bytes, experts_ * sizeof(int));
-    size_t slot = 0;
+    std::vector<size_t> slots(experts_);  // of each expert's slices
     for (int rank = 0; rank < ranks; rank++) {
       const ExpertStream::Layer& of = source.layer(rank, i);
       for (auto* at : {&tables.gate_up, &tables.down})
         at->push_back(take(table_bytes, (of.end - of.begin) * sizeof(char*)));
-      slot += round_up_256(of.gate_up.bytes) + round_up_256(of.down.bytes);
+      for (int e = of.begin; e < of.end; e++) slots[e] += round_up_256(of.gate_up.bytes) + round_up_256(of.down.bytes);
     }
     layers_.push_back(tables);
-    slot_bytes_ = std::max(slot_bytes_, slot);
+    slot_bytes_ = std::max(slot_bytes_, *std::max_element(slots.begin(), slots.end()));
   }
   for (int rank = 0; rank < ranks; rank++) {
     int width = 0;
@@ -57,7 +57,7 @@ HotExperts::HotExperts(const Device& device, ExpertStream& source, const StreamL
   tables_ = Memory(table_bytes, "addresses of experts"), rows_ = Memory(row_bytes, "entries of hot experts");
   host_tables_ = Memory(table_bytes, "addresses of experts", Memory::Where::host);
   uses_ = Memory(use_bytes, "uses of experts"), seen_ = Memory(use_bytes, "uses of experts", Memory::Where::host);
-  slots_ = Memory(count * slot_bytes_, "hot experts");
+  slots_ = Memory(count * slot_bytes_, "hot experts", Memory::Where::lent);
   for (int rank = 0; rank < ranks; rank++) {
     Routing routing;
     routing.top = limits.top;
@@ -137,6 +137,19 @@ void HotExperts::between_steps() {
     publish();
     state_ = State::idle;
   }
+}
+
+void HotExperts::give_back() {
+  device_.wait();
+  check(cudaStreamSynchronize(copies_), "moving experts");
+  for (int& present : expert_in_) {
+    if (present >= 0) set_hot(present, -1);
+    present = -1;
+  }
+  publish();
+  device_.wait();
+  moves_.clear(), state_ = State::idle;
+  slots_.give_back();
 }
 
 void HotExperts::weigh() {

@@ -25,6 +25,10 @@ class HotExperts {
   // Before a step is queued: moves experts by their use. Waits for nothing.
   void between_steps();
 
+  // As of ExpertStream. Afterwards no expert is hot.
+  void give_back();
+  void take_again() { slots_.take_again(); }
+
   int capacity() const { return (int)expert_in_.size(); }  // experts that there is room for
   // Entries, and how many of them were of hot experts, as counted some steps ago. Any thread may call these.
   int64_t entries() const { return entries_.load(std::memory_order_relaxed); }

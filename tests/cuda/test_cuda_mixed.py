@@ -194,6 +194,19 @@ def test_hot_experts_in_a_batch_with_warm_up():
         assert mixed.runners[0].expert_uses[0] > 0
 
 
+def test_the_memory_of_experts_is_given_back():
+    form = {**STREAMED["int4"], "expert_streaming_rows": 48}
+    with driver("qwen3-moe", 2, hot_expert_memory=256 << 20, **form) as mixed:
+        tokens, logits = mixed.generate(PROMPT, 40)
+        for _ in range(2):
+            before = mixed.runners[0]._executor.expert_uses[0]
+            mixed.runners[0].move_memory(False)
+            mixed.runners[0].move_memory(True)
+            own, bits = mixed.generate(PROMPT, 40)
+            assert own == tokens and mixed.runners[0]._executor.expert_uses[0] > before
+            np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
+
+
 def test_experts_in_floats_cannot_be_hot():
     with pytest.raises(AllSparkError, match="hot_expert_memory=1048576 is not possible: experts in bfloat16"):
         driver("qwen3-moe", 1, weight_dtype="bfloat16", hot_expert_memory=1 << 20)
