@@ -192,6 +192,9 @@ class ModelRunner:
                 self.address = self._exchange.address.hex()
                 if role.experts and self._streaming is not None:
                     self.address += " " + self._executor.describe_experts().hex()
+                    if small := self._executor.small_bytes:
+                        logger.warning("rank %d: up to %s of experts' weights are not in huge pages: decoding may be "
+                                       "slower than with expert_streaming_rows=0", self.rank, mib(small))
         for draft in self._drafts:
             self._draft_executors.append(executor := device.draft_executor(self._executor, draft.world > 1))
             with memory_errors(f"loading the weights of {self._draft_name}"):

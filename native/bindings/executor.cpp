@@ -445,6 +445,9 @@ void bind_executor(py::module_& m) {
                "Sets the ExpertExchange of a mixed group, before allocate().");
   executor.def("share_matrices", &Executor::share_matrices, py::arg("bytes"),
                "Before add_matrix(): other processes can map the matrices, as far as so many bytes suffice.");
+  executor.def_property_readonly(
+      "small_bytes", [](const Executor& e) { return e.weights().small_bytes(); },
+      "After share_matrices(): bytes of matrices in parts of the memory that are not all in huge pages.");
   executor.def(
       "describe_experts",
       [](Executor& e) {

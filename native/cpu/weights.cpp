@@ -1,6 +1,7 @@
 #include "cpu/weights.h"
 
 #include <atomic>
+#include <cerrno>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -103,19 +104,25 @@ int Weights::add_matrix(int out_features, int in_features, const std::string& dt
 }
 
 // Places the huge pages of shared memory that the latest matrix has entered. Unless /sys/kernel/mm says otherwise, the
-// kernel makes them of private memory alone when they are touched, but of both when it is asked to.
+// kernel makes them of private memory alone when they are touched, but of both when it is asked to. It may leave some
+// out while other threads make theirs, and is asked again for these.
 void Weights::make_huge_pages() {
+  constexpr int kAttempts = 4;
   const size_t used = arena_.shared_bytes();
-  if (used <= huge_bytes_ || !huge_) return;
+  if (used <= huge_bytes_) return;
   char* const begin = arena_.shared()->data() + huge_bytes_;
   const int64_t pages = (used - huge_bytes_ + kHugePage - 1) / kHugePage;
-  std::atomic<bool> failed{false};
+  std::atomic<size_t> small{0};
   pool_.run([&](int thread) {
     const auto [first, end] = part(pages, thread, pool_.size());
+    if (first == end) return;
     for (int64_t i = first; i < end; i++) *const_cast<volatile char*>(begin + i * kHugePage) = 0;  // on this node
-    if (first < end && madvise(begin + first * kHugePage, (end - first) * kHugePage, MADV_COLLAPSE)) failed = true;
+    const size_t bytes = (end - first) * kHugePage;
+    int left = kAttempts;
+    while (left && madvise(begin + first * kHugePage, bytes, MADV_COLLAPSE)) left = errno == EINVAL ? 0 : left - 1;
+    if (!left) small += bytes;
   });
-  huge_bytes_ += pages * kHugePage, huge_ = !failed;
+  huge_bytes_ += pages * kHugePage, small_bytes_ += small;
 }
 
 bool shares_huge_pages() {

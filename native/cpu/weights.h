@@ -41,6 +41,8 @@ class Weights {
   void share(size_t bytes) { arena_.share(bytes); }
   const SharedBlock* shared() const { return arena_.shared(); }
   size_t shared_bytes() const { return arena_.shared_bytes(); }
+  // Of parts of this memory in which some pages are small, which makes reading slower.
+  size_t small_bytes() const { return small_bytes_; }
 
   // group_size: of quantized formats, along in_features; 0: one group a row. experts: a stack of this many matrices
   // with equal shares of the rows, each packed separately. order: the input feature of each column, -1 for none; empty:
@@ -103,8 +105,8 @@ class Weights {
   Pool& pool_;
   const Kernels& k_;
   Arena arena_;
-  size_t huge_bytes_ = 0;  // of arena_.shared(), for which huge pages were asked
-  bool huge_ = true;       // they were made
+  size_t huge_bytes_ = 0;   // of arena_.shared(), for which huge pages were asked
+  size_t small_bytes_ = 0;  // of parts of it that are not all in huge pages
   std::vector<Weight> weights_;
   std::vector<double> sizes_;
 };
