@@ -14,9 +14,25 @@ constexpr int kThreads = 256;
 constexpr int kGroupThreads = 1024;
 constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // limits of a step that one CTA routes
 
-// A CTA sorts entries by expert, in any order within an expert. chosen: the entries' experts. shared: three numbers for
-// each expert.
-__device__ void group(const Routing& routing, const int* chosen, int entries, int tile_rows, int* shared) {
+// Calls visit(i, numbers[i]) for all entries, by all threads of a CTA, with several loads under way. A thread visits
+// the same entries each time.
+template <typename Visit>
+__device__ __forceinline__ void visit_entries(const int* numbers, int entries, Visit visit) {
+  constexpr int kAtOnce = 8;
+  for (int begin = threadIdx.x; begin < entries; begin += kAtOnce * blockDim.x) {
+    int found[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++)
+      if (const int i = begin + j * blockDim.x; i < entries) found[j] = numbers[i];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++)
+      if (const int i = begin + j * blockDim.x; i < entries) visit(i, found[j]);
+  }
+}
+
+// A CTA sorts entries by expert, in any order within an expert. chosen: the entries' experts, which are overwritten.
+// of: a number for each expert, in shared memory.
+__device__ void group(const Routing& routing, int* chosen, int entries, int tile_rows, int* of) {
   const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (entries == routing.top) {  // a single row: its experts are in order
     if (warp) return;
@@ -29,44 +45,47 @@ __device__ void group(const Routing& routing, const int* chosen, int entries, in
     if (lane == 0) *routing.tile_count = __popc(all);
     return;
   }
-  int *counts = shared, *next = shared + experts, *first_tile = shared + 2 * experts;
-  const auto expert_of = [&](int entry) {
-    const int expert = chosen[entry] - routing.begin;
-    return expert < experts ? expert : -1;
-  };
-  for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+  __shared__ int of_warps[2][kGroupThreads / 32];  // entries and tiles
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) of[e] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < entries; i += blockDim.x)
-    if (const int expert = expert_of(i); expert >= 0) atomicAdd(&counts[expert], 1);
+  // The expert and the entry's place among its entries.
+  constexpr int kBits = 10;
+  static_assert(kMaxExperts <= 1 << kBits);
+  visit_entries(chosen, entries, [&](int i, int expert) {
+    expert -= routing.begin;
+    chosen[i] = expert >= 0 && expert < experts ? expert | atomicAdd(&of[expert], 1) << kBits : -1;
+  });
   __syncthreads();
-  if (warp == 0) {
-    int before = 0, tiles_before = 0;
-    for (int begin = 0; begin < experts; begin += 32) {
-      const int e = begin + lane, count = e < experts ? counts[e] : 0, tiles = (count + tile_rows - 1) / tile_rows;
-      int up_to = count, tiles_up_to = tiles;
+  // A thread has an expert: where its entries and its tiles begin.
+  int before = 0, tiles_before = 0;
+  for (int begin = 0; begin < experts; begin += blockDim.x) {
+    const int e = begin + threadIdx.x, count = e < experts ? of[e] : 0, tiles = (count + tile_rows - 1) / tile_rows;
+    int up_to = count, tiles_up_to = tiles;
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, up_to, step),
-                  other_tiles = __shfl_up_sync(0xffffffffu, tiles_up_to, step);
-        if (lane >= step) up_to += other, tiles_up_to += other_tiles;
-      }
-      if (e < experts) next[e] = before + up_to - count, first_tile[e] = tiles_before + tiles_up_to - tiles;
-      before += __shfl_sync(0xffffffffu, up_to, 31), tiles_before += __shfl_sync(0xffffffffu, tiles_up_to, 31);
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, up_to, step),
+                other_tiles = __shfl_up_sync(0xffffffffu, tiles_up_to, step);
+      if (lane >= step) up_to += other, tiles_up_to += other_tiles;
     }
-    if (lane == 0) *routing.tile_count = tiles_before;
+    if (lane == 31) of_warps[0][warp] = up_to, of_warps[1][warp] = tiles_up_to;
+    __syncthreads();
+    int first = before + up_to - count, first_tile = tiles_before + tiles_up_to - tiles;
+    for (int i = 0; i < blockDim.x / 32; i++) {
+      const int entries_there = of_warps[0][i], tiles_there = of_warps[1][i];
+      if (i < warp) first += entries_there, first_tile += tiles_there;
+      before += entries_there, tiles_before += tiles_there;
+    }
+    if (e < experts) of[e] = first;
+    for (int i = 0; i < tiles; i++)
+      routing.tiles[first_tile + i] = {e, first + i * tile_rows, min(tile_rows, count - i * tile_rows)};
+    __syncthreads();
   }
-  __syncthreads();
-  for (int e = warp; e < experts; e += blockDim.x / 32) {
-    const int count = counts[e], first = next[e];
-    for (int i = lane; i * tile_rows < count; i += 32)
-      routing.tiles[first_tile[e] + i] = {e, first + i * tile_rows, min(tile_rows, count - i * tile_rows)};
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < entries; i += blockDim.x) {
-    const int expert = expert_of(i), entry = expert >= 0 ? atomicAdd(&next[expert], 1) : -1;
+  if (threadIdx.x == 0) *routing.tile_count = tiles_before;
+  visit_entries(chosen, entries, [&](int i, int place) {
+    const int entry = place >= 0 ? of[place & ((1 << kBits) - 1)] + (place >> kBits) : -1;
     routing.entry_of[i] = entry;
     if (entry >= 0) routing.row_of[entry] = i / routing.top;
-  }
+  });
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -158,8 +177,8 @@ void place_routing(char* memory, int rows, int experts, Routing& r) {
 }
 
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue) {
-  start(queue, group_kernel, 1, kGroupThreads, (routing.end - routing.begin) * 3 * sizeof(int), routing,
-        rows * routing.top, tile_rows);
+  start(queue, group_kernel, 1, kGroupThreads, (routing.end - routing.begin) * sizeof(int), routing, rows * routing.top,
+        tile_rows);
 }
 
 void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
@@ -182,7 +201,7 @@ void route(const GemmArgs& logits, const Router& router, const Routing& routing,
     return route(logits.y.values, router, routing, where, rows, tile_rows, queue);
   }
   const int warps = std::clamp(rows, 4, kFewThreads / 32);
-  // Grouping needs three numbers for each expert, routing two for each warp and expert.
+  // Grouping needs a number for each expert, routing two for each warp and expert.
   const size_t shared = sizeof(float) * std::max(padded_columns(logits.w.k), 2 * warps * router.experts);
   const auto kernel = logits.w.k % kLaneColumns ? route_few_kernel<false> : route_few_kernel<true>;
   start(queue, kernel, router.experts, 32 * warps, shared, logits, router, routing, where, rows, tile_rows);
