@@ -134,4 +134,14 @@ void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combinatio
   AS_CALL(e.gemm.w.dtype, combine_row, e, row, c, queue);
 }
 
+void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, const Rows& out, int rows, const Queue& queue) {
+  AS_CALL(out.dtype, gated_rms_norm, x, gate, norm, out, rows, queue);
+}
+void relu_square(const float* x, const Rows& out, int rows, const Queue& queue) {
+  AS_CALL(out.dtype, relu_square, x, out, rows, queue);
+}
+void sigmoid_gate(const float* x, const float* gate, const Rows& out, int rows, const Queue& queue) {
+  AS_CALL(out.dtype, sigmoid_gate, x, gate, out, rows, queue);
+}
+
 }  // namespace as::cuda

@@ -9,6 +9,7 @@
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/kernels/moe/moe.h"
 #include "cuda/kernels/norm/vision.h"
+#include "cuda/kernels/recurrent/recurrent.h"
 
 namespace as::cuda {
 
@@ -53,6 +54,9 @@ namespace as::cuda {
   AS_OP(norm_and_logits);        \
   AS_OP(gate_row);               \
   AS_OP(combine_row);            \
+  AS_OP(gated_rms_norm);         \
+  AS_OP(relu_square);            \
+  AS_OP(sigmoid_gate);           \
   AS_OP(fill_noise);
 
 #define AS_OP(op) decltype(cuda::op) op

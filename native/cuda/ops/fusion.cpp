@@ -118,6 +118,17 @@ bool norms_in_attention(const Binding& b, size_t i) {
          !read_from(b.ops, at + 1, attention.inputs[0]);
 }
 
+Rows tiles_or_values(Binding& b, size_t i) {
+  const OpNode& next = b.ops[i + 1];
+  const int tensor = b.ops[i].inputs[0];
+  const Rows& x = b.workspace.tensors[tensor].rows;
+  if (!next.is(Op::linear) || next.inputs[0] != tensor || x.tiles || x.width % kBlock ||
+      !b.matrix(next).takes_tiles() || b.matrix(next).order || read_from(b.ops, i + 2, tensor))
+    return x;
+  b.tiled.insert(tensor);
+  return {nullptr, b.workspace.tiles.as<uint16_t>(), x.width, b.workspace.dtype};
+}
+
 std::optional<Rows> partial_of(const Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   if (!b.ranks || !next.is(Op::all_reduce) || next.inputs[0] != op.outputs[0]) return {};

@@ -37,6 +37,10 @@ bool rotates_in_attention(const Binding& b, size_t rope);
 // the normed heads.
 bool norms_in_attention(const Binding& b, size_t norm);
 
+// Where ops[i], which changes its first input in place, writes it: as the 16-bit tiles that the next op, a linear, would
+// make of it, if no other op reads it.
+Rows tiles_or_values(Binding& b, size_t i);
+
 // Where ops[i] writes its output directly if the next op sums that over ranks.
 std::optional<Rows> partial_of(const Binding& b, size_t i);
 // The other rank's buffer to which the GEMM ops[i] pushes its partial sums of few rows; null: it does not push.

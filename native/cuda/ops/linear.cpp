@@ -49,7 +49,8 @@ int bind_linear(Binding& b, size_t i, bool norms) {
   }
   if (p.w.kind == Kind::quantized) p.widened = ws.widened.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows(ws.byte_rows.as(), ws.max_rows(op.inputs[0]), p.w.k);
-  const bool gathers = p.w.order, converts = p.w.takes_tiles() && (!x.rows.tiles || gathers);
+  const bool gathers = p.w.order, converts = p.w.takes_tiles() && (!x.rows.tiles || gathers),
+             converted = b.tiled.erase(op.inputs[0]) > 0;
   if (converts) p.x = {nullptr, ws.tiles.as<uint16_t>(), x.rows.width, ws.dtype};
   const auto activation = b.activations.find(op.inputs[0]);
   const bool activates = activation != b.activations.end();
@@ -78,7 +79,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
     p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (gathers) gather_columns(x.rows, p.w.order, rows, p.x, queue);
     else if (activates) activate(x.values(), function, rows, p.x, queue);
-    else if (converts) to_tiles(x.values(), rows, p.x, queue);
+    else if (converts && !converted) to_tiles(x.values(), rows, p.x, queue);
     launch_gemm(p, rows, choice, queue);
   });
   return sum ? (int)(*sum - i) : gated;

@@ -77,6 +77,7 @@ struct Binding {
   std::optional<std::pair<HeadNorm, HeadNorm>> head_norms;
   // By tensor: the activation of its values that the next linear computes as it converts them to 16 bits.
   std::map<int, Activation> activations;
+  std::set<int> tiled;    // tensors that the latest op wrote to Workspace::tiles, for the linear that follows
   bool deferred = false;  // the latest op left its work to a later one
   // By row set of experts: the tensor of weights that the router writes. `row`: what the kernels for a step of one row
   // need, if the router's layer has such kernels.

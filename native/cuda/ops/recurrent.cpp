@@ -55,17 +55,16 @@ int bind_gated_rms_norm(Binding& b, size_t i) {
   b.check_in_place(op);
   const GatedNorm norm{b.vector(op, 0), op.integer("head_dim"), (float)op.number("eps"),
                        !std::strcmp(op.choice("gate"), "sigmoid"), op.flag("gate_first")};
-  b.add_launch(b.in(op).row_set, [=, x = b.in(op), gate = b.in(op, 1), queue = b.queue](int rows) {
-    gated_rms_norm(x.values(), gate.values(), norm, rows, x.rows.width, queue);
-  });
+  b.add_launch(b.in(op).row_set, [=, x = b.in(op), gate = b.in(op, 1), out = tiles_or_values(b, i), queue = b.queue](
+                                     int rows) { gated_rms_norm(x.values(), gate.values(), norm, out, rows, queue); });
   return 0;
 }
 
 int bind_relu_square(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   b.check_in_place(op);
-  b.add_launch(b.in(op).row_set, [x = b.in(op), queue = b.queue](int rows) {
-    relu_square(x.values(), (size_t)rows * x.rows.width, queue);
+  b.add_launch(b.in(op).row_set, [x = b.in(op), out = tiles_or_values(b, i), queue = b.queue](int rows) {
+    relu_square(x.values(), out, rows, queue);
   });
   return 0;
 }
@@ -73,9 +72,8 @@ int bind_relu_square(Binding& b, size_t i) {
 int bind_sigmoid_gate(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   b.check_in_place(op);
-  b.add_launch(b.in(op).row_set, [x = b.in(op), gate = b.in(op, 1), queue = b.queue](int rows) {
-    sigmoid_gate(x.values(), gate.values(), (size_t)rows * x.rows.width, queue);
-  });
+  b.add_launch(b.in(op).row_set, [x = b.in(op), gate = b.in(op, 1), out = tiles_or_values(b, i), queue = b.queue](
+                                     int rows) { sigmoid_gate(x.values(), gate.values(), out, rows, queue); });
   return 0;
 }
 

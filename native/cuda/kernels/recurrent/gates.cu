@@ -1,22 +1,24 @@
-// Norms of heads and gates, in place.
+// Norms of heads, and gates. x and the result may be the same memory.
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/recurrent/recurrent.h"
 
 namespace as::cuda {
+namespace AS_DTYPE16 {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kEight = 8;
 
 __device__ float sigmoid(float x) { return __fdiv_rn(1.0f, 1.0f + expf(-x)); }
 
 // A warp for each head. kEach: a lane's features, which it reads at once; 0: heads are larger than that.
 template <int kEach>
 __global__ void __launch_bounds__(kThreads)
-    gated_rms_norm_kernel(float* x, const float* gate, GatedNorm norm, int heads, int width) {
+    gated_rms_norm_kernel(float* x, const float* gate, GatedNorm norm, int heads, Rows out) {
   after_previous();
-  const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.y;
   if (head >= heads) return;
-  const size_t begin = (size_t)blockIdx.y * width + head * norm.head_dim;
+  const int column = head * norm.head_dim;
+  const size_t begin = (size_t)row * out.width + column;
   x += begin, gate += begin;
   const float* weight = norm.weight + (norm.gate_first ? head * norm.head_dim : 0);
   const auto gating = [&](float g) { return norm.sigmoid ? sigmoid(g) : __fmul_rn(g, sigmoid(g)); };
@@ -39,7 +41,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const float value = __fmul_rn(__fmul_rn(values[i], factor), weights[i]);
-      if (i * 32 + lane < norm.head_dim) x[i * 32 + lane] = norm.gate_first ? value : __fmul_rn(value, gates[i]);
+      if (i * 32 + lane < norm.head_dim)
+        put(out, row, column + i * 32 + lane, norm.gate_first ? value : __fmul_rn(value, gates[i]));
     }
   } else {
     const auto activated = [&](int c) { return gating(gate[c]); };
@@ -49,42 +52,58 @@ __global__ void __launch_bounds__(kThreads)
     const float factor = __fdiv_rn(1.0f, sqrtf(warp_sum(sum) / norm.head_dim + norm.eps));
     for (int c = lane; c < norm.head_dim; c += 32) {
       const float value = __fmul_rn(__fmul_rn(x[c], factor), weight[c]);
-      x[c] = norm.gate_first ? value : __fmul_rn(value, activated(c));
+      put(out, row, column + c, norm.gate_first ? value : __fmul_rn(value, activated(c)));
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) relu_square_kernel(float* x, size_t count) {
+// A thread has eight columns of a row.
+__global__ void __launch_bounds__(kThreads) relu_square_kernel(const float* x, Rows out) {
   after_previous();
-  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i >= count) return;
-  const float positive = x[i] < 0 ? 0.0f : x[i];  // NaN stays
-  x[i] = __fmul_rn(positive, positive);
+  const int row = blockIdx.y, column = kEight * (blockIdx.x * kThreads + threadIdx.x);
+  if (column >= out.width) return;
+  float values[kEight];
+  read_eight(x + (size_t)row * out.width, column, out.width, values);
+#pragma unroll
+  for (int j = 0; j < kEight; j++) {
+    const float positive = values[j] < 0 ? 0.0f : values[j];  // NaN stays
+    values[j] = __fmul_rn(positive, positive);
+  }
+  put_eight(out, row, column, out.width, values);
 }
 
-__global__ void __launch_bounds__(kThreads) sigmoid_gate_kernel(float* x, const float* gate, size_t count) {
+__global__ void __launch_bounds__(kThreads) sigmoid_gate_kernel(const float* x, const float* gate, Rows out) {
   after_previous();
-  const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
-  if (i < count) x[i] = __fmul_rn(x[i], sigmoid(gate[i]));
+  const int row = blockIdx.y, column = kEight * (blockIdx.x * kThreads + threadIdx.x);
+  if (column >= out.width) return;
+  float values[kEight], gates[kEight];
+  read_eight(x + (size_t)row * out.width, column, out.width, values);
+  read_eight(gate + (size_t)row * out.width, column, out.width, gates);
+#pragma unroll
+  for (int j = 0; j < kEight; j++) values[j] = __fmul_rn(values[j], sigmoid(gates[j]));
+  put_eight(out, row, column, out.width, values);
 }
+
+dim3 grid_of(int width, int rows) { return dim3(ceil_div(width, kEight * kThreads), rows); }
 
 }  // namespace
 
-void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, int rows, int width, const Queue& queue) {
-  const int heads = width / norm.head_dim;
+void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, const Rows& out, int rows, const Queue& queue) {
+  const int heads = out.width / norm.head_dim;
   const auto kernel = norm.head_dim <= 128    ? gated_rms_norm_kernel<4>
                       : norm.head_dim <= 512  ? gated_rms_norm_kernel<16>
                       : norm.head_dim <= 1024 ? gated_rms_norm_kernel<32>
                                               : gated_rms_norm_kernel<0>;
-  start(queue, kernel, dim3(ceil_div(heads, kThreads / 32), rows), kThreads, 0, x, gate, norm, heads, width);
+  start(queue, kernel, dim3(ceil_div(heads, kThreads / 32), rows), kThreads, 0, x, gate, norm, heads, out);
 }
 
-void relu_square(float* x, size_t count, const Queue& queue) {
-  start(queue, relu_square_kernel, dim3(ceil_div(count, kThreads)), kThreads, 0, x, count);
+void relu_square(const float* x, const Rows& out, int rows, const Queue& queue) {
+  start(queue, relu_square_kernel, grid_of(out.width, rows), kThreads, 0, x, out);
 }
 
-void sigmoid_gate(float* x, const float* gate, size_t count, const Queue& queue) {
-  start(queue, sigmoid_gate_kernel, dim3(ceil_div(count, kThreads)), kThreads, 0, x, gate, count);
+void sigmoid_gate(const float* x, const float* gate, const Rows& out, int rows, const Queue& queue) {
+  start(queue, sigmoid_gate_kernel, grid_of(out.width, rows), kThreads, 0, x, gate, out);
 }
 
+}  // namespace AS_DTYPE16
 }  // namespace as::cuda

@@ -86,19 +86,19 @@ struct CausalConv {
 };
 void causal_conv(const CausalConv& p, const StateRows& rows, const Queue& queue);
 
-// x = norm(x) * silu(gate), or * sigmoid(gate), with the norm of each head; in place. gate_first: norm(x * silu(gate)),
-// with a weight for each value of all heads.
+// out = norm(x) * silu(gate), or * sigmoid(gate), with the norm of each head; x is overwritten. gate_first: norm(x *
+// silu(gate)), with a weight for each value of all heads. All of these write values or tiles; out may have x's values.
 struct GatedNorm {
   const float* weight = nullptr;
   int head_dim = 0;
   float eps = 0;
   bool sigmoid = false, gate_first = false;
 };
-void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, int rows, int width, const Queue& queue);
-// x = max(x, 0)^2
-void relu_square(float* x, size_t count, const Queue& queue);
-// x *= sigmoid(gate), one for each value
-void sigmoid_gate(float* x, const float* gate, size_t count, const Queue& queue);
+void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, const Rows& out, int rows, const Queue& queue);
+// out = max(x, 0)^2
+void relu_square(const float* x, const Rows& out, int rows, const Queue& queue);
+// out = x * sigmoid(gate), one for each value
+void sigmoid_gate(const float* x, const float* gate, const Rows& out, int rows, const Queue& queue);
 
 // Copies of a slot's state to spans and back. The states of all ops, one after the other, fill spans; a span's bytes
 // are its layers' parts, one after the other.
