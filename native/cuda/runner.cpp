@@ -6,6 +6,7 @@
 #include "cuda/hot_experts.h"
 #include "cuda/memory/host_threads.h"
 #include "cuda/ops/all_reduce.h"
+#include "cuda/ops/aside.h"
 
 namespace as::cuda {
 namespace {
@@ -15,6 +16,22 @@ bool is_greedy(const SamplingParams& p, const Output& out) {
   return p.greedy() && !p.logprobs() && p.repetition_penalty == 1 && p.presence_penalty == 0 &&
          p.frequency_penalty == 0 && !p.no_repeat_ngram_size && p.bad_words.empty() && p.logit_bias.empty() &&
          (out.history >= p.min_length || p.eos.empty()) && !out.mask;
+}
+
+// Adds the launches of all ops. Returns which ops they compute; the first sum over ranks has none.
+std::vector<LaunchedOps> bind_all(Binding& b) {
+  std::vector<LaunchedOps> launched;
+  bind_first_call(b);
+  size_t first = 0;  // of the ops that the next launch computes
+  for (size_t i = 0; i < b.ops.size(); i++) {
+    const size_t before = b.launches.size();
+    b.deferred = false;
+    i += cuda_op(b.ops[i]).bind(b, i);
+    if (b.deferred) continue;
+    if (b.launches.size() > before) launched.push_back({first, i, std::move(b.also), before, b.launches.size()});
+    b.also.clear(), first = i + 1;
+  }
+  return launched;
 }
 
 }  // namespace
@@ -56,21 +73,25 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
 
 // Binds the ops of a form, and records for the profile which ops each launch computes.
 void CudaRunner::compile(bool adapted) {
-  Binding b(workspace_, weights_, ranks_ ? &*ranks_ : nullptr, paired_, adapted);
-  std::vector<int> numbers, parts;  // ops of the form in the program, and those that the next launch computes
+  const auto binding = [&](const Queue& queue) {
+    return Binding(workspace_, weights_, ranks_ ? &*ranks_ : nullptr, paired_, adapted, queue);
+  };
+  Binding b = binding(device_.queue());
+  const std::vector<LaunchedOps> launched = bind_all(b);
+  std::vector<int> numbers;  // ops of the form in the program
   for (int i = 0; i < (int)program_.ops().size(); i++)
     if (adapted || !program_.ops()[i].adapts()) numbers.push_back(i);
-  bind_first_call(b);
-  std::vector<OpTime> times(b.launches.size());
-  for (size_t i = 0; i < b.ops.size(); i++) {
-    const size_t first = i, before = b.launches.size();
-    b.deferred = false;
-    i += cuda_op(b.ops[i]).bind(b, i);
-    parts.insert(parts.end(), numbers.begin() + first, numbers.begin() + i + 1);
-    if (b.deferred) continue;
-    if (b.launches.size() > before) times.push_back(timed(parts, b.launches.size() - before));
-    times.resize(b.launches.size());
-    parts.clear();
+  std::vector<OpTime> times(launched.empty() ? b.launches.size() : launched.front().begin);
+  const auto has_launches = [&](size_t op) {
+    return std::any_of(launched.begin(), launched.end(),
+                       [&](const LaunchedOps& ops) { return ops.first <= op && op <= ops.last; });
+  };
+  for (const LaunchedOps& ops : launched) {
+    std::vector<int> parts(numbers.begin() + ops.first, numbers.begin() + ops.last + 1);
+    for (size_t op : ops.also)
+      if (op < ops.first && !has_launches(op)) parts.insert(parts.begin(), numbers[op]);
+    times.push_back(timed(parts, ops.end - ops.begin));
+    times.resize(ops.end);
   }
   hidden_ = b.hidden_tensor;
   std::vector<int> orders;
@@ -83,6 +104,11 @@ void CudaRunner::compile(bool adapted) {
     orders.push_back(order);
   }
   times_.set(adapted, std::move(times));
+  if (const std::vector<Aside> asides = asides_of(b, launched); limits_.graphs && !asides.empty()) {
+    Binding side = binding(device_.side_queue());
+    bind_all(side);
+    set_aside(asides, b, side.launches, [this] { return beside_; }, b.launches);
+  }
   forms_[adapted] = {std::move(b.launches), b.heads_from, std::move(orders)};
 }
 
@@ -115,7 +141,7 @@ void CudaRunner::begin(const Batch& batch, bool want_logits) {
   begun_ = {heads && workspace_.samples() && !batch.outputs.empty(), want_logits, profiling_ && times_.due(),
             size.adapted, 1 - begun_.turn};
   if (padded && !size.prefills() && !size.given && !begun_.timed && !streams(size))
-    graphs_.run(size, [&] { launch(size, true); });
+    graphs_.run(size, [&] { launch(size, true, false, true); });
   else launch(size, heads, begun_.timed);
 }
 
@@ -253,8 +279,9 @@ void CudaRunner::copy_hidden(const Batch& batch) {
   hidden_values_.resize(hidden_rows_ * from.width);  // the first touch of its memory takes time, while the GPU computes
 }
 
-void CudaRunner::launch(const Size& size, bool heads, bool timed) {
+void CudaRunner::launch(const Size& size, bool heads, bool timed, bool beside) {
   const Form& form = forms_[size.adapted];
+  beside_ = beside;
   if (timed) times_.begin(begun_.turn);
   for (size_t i = 0; i < (heads ? form.launches.size() : form.heads_from); i++) {
     if (timed) times_.mark(begun_.turn, device_.stream());
@@ -293,7 +320,8 @@ std::pair<int, int> CudaRunner::warm_up(int count) {
     // All ranks run as many steps, because their kernels wait for each other. The first step of a size loads kernels.
     for (int i = 0; i < (graph ? 2 : 1); i++) {
       const Size size = workspace_.data->copy_idle(warm_sizes_[warmed_], device_);
-      if (graph && (graphs_.has(size) || graphs_.has_room())) graphs_.run(size, [&] { launch(size, true); });
+      if (graph && (graphs_.has(size) || graphs_.has_room()))
+        graphs_.run(size, [&] { launch(size, true, false, true); });
       else launch(size, true);
       device_.wait();
       if (ranks_) ranks_->exchange.check_waits();

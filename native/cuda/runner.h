@@ -73,7 +73,7 @@ class CudaRunner : public QueuedRunner {
   OpTime timed(const std::vector<int>& ops, size_t launches) const;
   const Tensor& logits() const { return workspace_.tensors[program_.ops().back().inputs[0]]; }  // if it samples
   void copy_hidden(const Batch& batch);
-  void launch(const Size& size, bool heads, bool timed = false);
+  void launch(const Size& size, bool heads, bool timed = false, bool beside = false);
   void add_times(const Batch& batch);
   bool pads(const Batch& batch) const;
   bool streams(const Size& size) const;
@@ -107,6 +107,7 @@ class CudaRunner : public QueuedRunner {
   cudaEvent_t sampled_ = nullptr;  // recorded when a step's samples have been copied
   OpTimes times_;
   bool profiling_ = false;
+  bool beside_ = false;  // the step's launches may run beside others (ops/aside.h)
   StepGraphs graphs_;
   std::vector<Size> warm_sizes_;  // of the steps of warm_up()
   int warmed_ = 0;                // how many of them have run

@@ -20,6 +20,7 @@ from support.gpu_toys import (
     compare,
     compiled,
     executor,
+    logits_of_rows,
     of_bytes,
     rounded,
     step_of,
@@ -245,34 +246,39 @@ def test_sigmoid_mul(width):
     compare(toys.gated_by_one(toy(), width))
 
 
+def linear(own: Toy, x, n: int, k: int, form: str):
+    matrix = own.program.add_matrix(n, k, form, 0)
+    own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
+    return own.op("linear", (x,), n, (matrix,))
+
+
+def add_experts(own: Toy, x, rows, form: str) -> None:
+    """A layer of 64 features with experts and a shared expert, whose sum x receives."""
+    normed = own.op("rms_norm", (x,), 64, (own.vector(64),), eps=1e-6)
+    logits = linear(own, normed, 11, 64, "float32")
+    scores = own.op("router", (logits,), 1, (), rows, top_k=3, normalized=True)
+    y = mlp(own, normed, rows, scores, 11, 40, form)
+    shared = linear(own, own.op("silu_mul", (linear(own, normed, 74, 64, form),), 37), 64, 37, form)
+    own.op("sigmoid_mul", (shared, linear(own, normed, 1, 64, "float32")))
+    own.op("add", (x, own.op("add", (y, shared))))
+
+
 def layers(form: str, dim: int) -> Toy:
     """A model of two layers with norms of heads, experts, and a shared expert."""
     own = toy()
     x, wide = embedded(own, 64), 64
-
-    def linear(x, n, k, form=form):
-        matrix = own.program.add_matrix(n, k, form, 0)
-        own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
-        return own.op("linear", (x,), n, (matrix,))
-
     own.rotary(dim)
     rows = own.program.add_row_set(ALL, 3)
     for layer in range(2):
         normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
-        qkv = linear(normed, 5 * dim, wide)
+        qkv = linear(own, normed, 5 * dim, wide, form)
         for offset, heads in ((0, 3), (3 * dim, 1)):
             own.op("head_norm", (qkv,), None, (own.vector(dim),), eps=1e-6, heads=heads, head_dim=dim, offset=offset)
         own.op("rope", (qkv,), offset=0, heads=4, head_dim=dim)
-        own.op("add", (x, linear(own.attention(qkv, 3, 1, dim, layer=layer), wide, 3 * dim)))
-        normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
-        logits = linear(normed, 11, wide, "float32")
-        scores = own.op("router", (logits,), 1, (), rows, top_k=3, normalized=True)
-        y = mlp(own, normed, rows, scores, 11, 40, form)
-        shared = linear(own.op("silu_mul", (linear(normed, 74, wide),), 37), wide, 37)
-        own.op("sigmoid_mul", (shared, linear(normed, 1, wide, "float32")))
-        own.op("add", (x, own.op("add", (y, shared))))
+        own.op("add", (x, linear(own, own.attention(qkv, 3, 1, dim, layer=layer), wide, 3 * dim, form)))
+        add_experts(own, x, rows, form)
     selected = own.op("select_rows", (x,), wide, rows=OUTPUTS)
-    own.op("sample", (linear(selected, VOCAB, wide),), vocab_begin=0, vocab_size=VOCAB)
+    own.op("sample", (linear(own, selected, VOCAB, wide, form),), vocab_begin=0, vocab_size=VOCAB)
     return own
 
 
@@ -289,6 +295,21 @@ def test_same_request_same_bytes(form, dim):
         assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts) == expected
         assert tokens_of(compiled(layers(form, dim), cache, graphs=graphs), prompts, chunk=7) == expected
     assert tokens_of(warmed(compiled(layers(form, dim), cache)), prompts) == expected
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "float16"])
+def test_steps_of_many_rows(form):
+    """A step of 2,042 rows gives each of them the bits that it has among 129, among 31, and alone."""
+    own, rng = toy(), np.random.default_rng(SEED)
+    x, rows = embedded(own, 64), own.program.add_row_set(ALL, 3)
+    for _ in range(2):
+        add_experts(own, x, rows, form)
+    own.finish(x)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (1025, 700, 257, 60)]
+    found = [logits_of_rows(compiled(own, long=True, outputs=2048), prompts, lambda count=count: count)
+             for count in (2048, 129, 31, 1)]
+    assert [len(each) for each in found[0]] == [len(prompt) * 64 * 4 for prompt in prompts]
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_rows_that_are_no_numbers():

@@ -105,11 +105,26 @@ Device::Device(int index, const ChipCosts& costs) : index_(index), costs_(costs)
     scratch_ = {sums_.as<float>(), flags_.as<int>(), k_parts_.as<float>(), arrivals_.as<int>()};
   }
   scratch_.given_up = report();
-  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
+  for (cudaStream_t* stream : {&stream_, &side_})
+    check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream");
+  for (cudaEvent_t* event : {&forked_, &joined_})
+    check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
 }
 
 Device::~Device() {
-  if (cudaSetDevice(index_) == cudaSuccess) cudaStreamDestroy(stream_);
+  if (cudaSetDevice(index_) != cudaSuccess) return;
+  for (cudaEvent_t event : {forked_, joined_}) cudaEventDestroy(event);
+  for (cudaStream_t stream : {stream_, side_}) cudaStreamDestroy(stream);
+}
+
+void Device::fork() const {
+  check(cudaEventRecord(forked_, stream_), "beginning launches beside others");
+  check(cudaStreamWaitEvent(side_, forked_), "beginning launches beside others");
+}
+
+void Device::join() const {
+  check(cudaEventRecord(joined_, side_), "waiting for launches beside others");
+  check(cudaStreamWaitEvent(stream_, joined_), "waiting for launches beside others");
 }
 
 Chip Device::chip(DType16 dtype) const {

@@ -81,17 +81,24 @@ class Device {
   int sm_count() const { return sm_count_; }
   const std::string& name() const { return name_; }
   cudaStream_t stream() const { return stream_; }
+  // A second stream: its launches after fork() follow what stream() has got so far, and launches to stream() after
+  // join() follow them.
+  cudaStream_t side() const { return side_; }
+  void fork() const;
+  void join() const;
   // dtype: the type of 16-bit weights.
   Chip chip(DType16 dtype) const;
   const ChipCosts& costs() const { return costs_; }
   Queue queue() const { return {stream_, capability_, scratch_, false, &costs_}; }
+  Queue side_queue() const { return {side_, capability_, scratch_, false, &costs_}; }
   size_t free_bytes() const;
 
  private:
   int index_, capability_ = 0, sm_count_ = 0;
   std::string name_;
   const ChipCosts costs_;
-  cudaStream_t stream_ = nullptr;
+  cudaStream_t stream_ = nullptr, side_ = nullptr;
+  cudaEvent_t forked_ = nullptr, joined_ = nullptr;
   Memory sums_, flags_, k_parts_, arrivals_;
   Scratch scratch_;
 };

@@ -54,7 +54,10 @@ int bind_expert_linear(Binding& b, size_t i) {
   e.follows = i > 1 && b.ops[i - 2].is(Op::expert_linear) && is_gated(b.ops, b.weights, i - 2) &&
               b.out(b.ops[i - 2]).row_set == y.row_set && b.ops[i - 1].outputs[0] == op.inputs[0] && !converts;
   Combination c;
-  if (size_t last; row && !gated) c = combination_at(b, i + 1, last);
+  if (size_t last; row && !gated) {
+    c = combination_at(b, i + 1, last);
+    for (size_t op = i + 1; op <= last; op++) b.also.push_back(op);
+  }
   const ExpertTable& table = b.workspace.kernels.experts(p.w);
   b.launches.push_back([=, &table, ws = &b.workspace, queue = b.queue](const Binding::Size& size) mutable {
     const int rows = ws->rows_of(x.row_set, size), entries = ws->rows_of(y.row_set, size);
@@ -68,11 +71,54 @@ int bind_expert_linear(Binding& b, size_t i) {
   return gated;
 }
 
+// The sum with a gated shared expert that begins at the linear ops[i], and the last op of it.
+struct SharedSumAt {
+  SharedSum sum;
+  size_t last;
+};
+std::optional<SharedSumAt> shared_sum_at(const Binding& b, size_t i) {
+  // A norm that only this linear reads would be computed with it.
+  if (i + 2 >= b.ops.size() || !b.ops[i].is(Op::linear) || b.ops[i - 1].is(Op::rms_norm)) return {};
+  const OpNode &op = b.ops[i], &gates = b.ops[i + 1], &add = b.ops[i + 2];
+  if (!gates.is(Op::sigmoid_mul) || gates.inputs[1] != op.outputs[0] || b.matrix(op).n != 1 ||
+      !has_small_n(b.matrix(op)))
+    return {};
+  const int shared = gates.inputs[0], width = b.in(gates).rows.width;
+  if (!add.is(Op::add) || add.inputs[1] != shared || add.inputs[0] == shared || width > kMaxNormed ||
+      read_from(b.ops, i + 2, op.outputs[0]) || read_from(b.ops, i + 3, shared))
+    return {};
+  SharedSumAt found{{}, i + 2};
+  SharedSum& c = found.sum;
+  c.gate = logits_of(b, i), c.shared = b.in(gates).values(), c.routed = b.in(add).values(), c.y = b.in(add).rows;
+  if (const std::optional<size_t> sum = add_after(b, found.last, add.inputs[0])) {
+    c.adds = true, c.y = b.in(b.ops[*sum]).rows, found.last = *sum;
+    take_norm(b, found.last, c.norm, c.normed);
+  }
+  return found;
+}
+
+// Whether a shared expert's sum is the next op that uses what ops[i], a combine_experts, makes. It then sums the
+// entries itself.
+bool is_summed_later(const Binding& b, size_t i) {
+  const OpNode& op = b.ops[i];
+  for (size_t at = i + 1; at < b.ops.size(); at++) {
+    const OpNode& other = b.ops[at];
+    if (other.is(Op::router) || has(other.outputs, op.inputs[0])) return false;  // entries and routing are overwritten
+    if (const auto found = shared_sum_at(b, at)) return found->sum.routed == b.out(op).values();
+    if (has(other.inputs, op.outputs[0]) || has(other.outputs, op.outputs[0])) return false;
+  }
+  return false;
+}
+
 int bind_combine_experts(Binding& b, size_t i) {
   const Tensor x = b.in(b.ops[i]);
   size_t last;
   const Combination c = combination_at(b, i, last);
   const bool row = b.routed.at(x.row_set).row.has_value();
+  if (last == i && is_summed_later(b, i)) {
+    b.unsummed = Binding::Unsummed{c, row, i};
+    return 0;
+  }
   b.add_launch(b.workspace.program.row_sets()[x.row_set].of, [=, queue = b.queue](int rows) {
     if (!row || rows > 1) combine_experts(c, rows, queue);
     else if (c.norm.weight) rms_norm(c.y.values, c.norm, rows, c.normed, queue);
@@ -83,24 +129,23 @@ int bind_combine_experts(Binding& b, size_t i) {
 }  // namespace
 
 int bind_shared_sum(Binding& b, size_t i) {
-  const OpNode &op = b.ops[i], &gates = b.ops[i + 1];
-  if (!gates.is(Op::sigmoid_mul) || gates.inputs[1] != op.outputs[0] || b.matrix(op).n != 1 ||
-      !has_small_n(b.matrix(op)))
-    return 0;
-  const OpNode& add = b.ops[i + 2];
-  const int shared = gates.inputs[0], width = b.in(gates).rows.width;
-  if (!add.is(Op::add) || add.inputs[1] != shared || add.inputs[0] == shared || width > kMaxNormed ||
-      read_from(b.ops, i + 2, op.outputs[0]) || read_from(b.ops, i + 3, shared))
-    return 0;
-  SharedSum c;
-  c.gate = logits_of(b, i), c.shared = b.in(gates).values(), c.routed = b.in(add).values(), c.y = b.in(add).rows;
-  size_t last = i + 2;
-  if (const std::optional<size_t> sum = add_after(b, last, add.inputs[0])) {
-    c.adds = true, c.y = b.in(b.ops[*sum]).rows, last = *sum;
-    take_norm(b, last, c.norm, c.normed);
+  const auto found = shared_sum_at(b, i);
+  if (!found) return 0;
+  const int row_set = b.in(b.ops[i]).row_set;
+  if (b.unsummed) {
+    SharedSum sums = found->sum;  // of entries
+    sums.entries = b.unsummed->sum.entries, sums.routing = b.unsummed->sum.routing;
+    b.add_launch(row_set,
+                 [=, first = b.unsummed->sum, row = b.unsummed->row, plain = found->sum, queue = b.queue](int rows) {
+                   if (rows >= kManyShared) combine_experts(first, rows, queue);
+                   const bool summed = rows >= kManyShared || (rows == 1 && row);  // the latter by combine_row()
+                   add_shared_expert(summed ? plain : sums, rows, queue);
+                 });
+    b.also.push_back(b.unsummed->op), b.unsummed.reset();
+  } else {
+    b.add_launch(row_set, [sum = found->sum, queue = b.queue](int rows) { add_shared_expert(sum, rows, queue); });
   }
-  b.add_launch(b.in(op).row_set, [c, queue = b.queue](int rows) { add_shared_expert(c, rows, queue); });
-  return (int)(last - i);
+  return (int)(found->last - i);
 }
 
 int bind_router(Binding& b, size_t i, bool logits) {
@@ -145,6 +190,7 @@ int bind_router(Binding& b, size_t i, bool logits) {
   const bool row = has_row_kernels_at(b, i), norms = logits && i > 1 && norms_with_router(b, i - 2);
   Binding::Routed& routed = b.routed[y.row_set] = {shares, {}};
   if (row) routed.row = ChosenRow{router, x.values(), where};
+  if (norms) b.also.push_back(i - 2);
   const float* before = norms ? b.in(b.ops[i - 2]).values() : nullptr;
   const Norm norm = norms ? norm_of(b.ops[i - 2], b.vector(b.ops[i - 2], 0)) : Norm{};
   const ExpertTable table = expert_table(b.workspace.kernels.chip, found->second.kind, routing.end - routing.begin);

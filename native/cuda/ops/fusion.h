@@ -37,8 +37,8 @@ bool rotates_in_attention(const Binding& b, size_t rope);
 // the normed heads.
 bool norms_in_attention(const Binding& b, size_t norm);
 
-// Where ops[i], which changes its first input in place, writes it: as the 16-bit tiles that the next op, a linear, would
-// make of it, if no other op reads it.
+// Where ops[i], which changes its first input in place, writes it: as the 16-bit tiles that the next op, a linear,
+// would make of it, if no other op reads it.
 Rows tiles_or_values(Binding& b, size_t i);
 
 // Where ops[i] writes its output directly if the next op sums that over ranks.

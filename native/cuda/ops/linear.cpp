@@ -67,6 +67,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
                                 : p.w.takes_bytes();
   gemm.pushed = place != nullptr, gemm.few_columns = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
   const GemmTable& table = ws.kernels.gemm(gemm);
+  b.tables[i] = &table;
   b.add_launch(x.row_set, [=, &table, queue = b.queue](int rows) mutable {
     const GemmChoice choice = table.at(rows);
     if (choice.fused) return launch_gemm(fused, rows, choice, queue);

@@ -34,7 +34,9 @@ struct Binding {
 
   // All references must outlive the binding; the workspace must outlive the launches. ranks: null if there is one rank.
   // paired: weights whose gate and up rows are interleaved; gated GEMMs add theirs to it.
-  Binding(Workspace& workspace, Weights& weights, const Ranks* ranks, std::set<int>& paired, bool adapted);
+  // queue: where the launches go.
+  Binding(Workspace& workspace, Weights& weights, const Ranks* ranks, std::set<int>& paired, bool adapted,
+          const Queue& queue);
 
   const Tensor& in(const OpNode& op, int i = 0) const { return workspace.tensors[op.inputs[i]]; }
   const Tensor& out(const OpNode& op) const {
@@ -63,9 +65,10 @@ struct Binding {
   const Queue queue;
   const std::vector<OpNode> ops;  // of the form
   std::vector<Launch> launches;
-  int hidden_tensor = -1;  // -1: none
-  size_t next_state = 0;   // number of the next op with a state
-  size_t heads_from = 0;   // launches from this one on compute logits; 0: unknown
+  std::map<size_t, const GemmTable*> tables;  // of the linears, by op
+  int hidden_tensor = -1;                     // -1: none
+  size_t next_state = 0;                      // number of the next op with a state
+  size_t heads_from = 0;                      // launches from this one on compute logits; 0: unknown
 
   // The number of the next sum over ranks, and how many sums a step makes. That is an even number, so that each sum
   // uses the same buffer in every step.
@@ -86,6 +89,16 @@ struct Binding {
     std::optional<ChosenRow> row;
   };
   std::map<int, Routed> routed;
+  // Entries that the next sum with a shared expert adds, except in steps of one row if the layer has kernels for these;
+  // and the combine_experts that left them.
+  struct Unsummed {
+    Combination sum;
+    bool row;
+    size_t op;
+  };
+  std::optional<Unsummed> unsummed;
+  // Ops besides those of its own that the latest op's launches compute, if only in steps of one row.
+  std::vector<size_t> also;
 };
 
 // Adds the launches of b.ops[i]. Returns how many of the following ops they also compute.

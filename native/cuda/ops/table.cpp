@@ -21,12 +21,13 @@ const CudaOp& cuda_op(const OpNode& op) {
   return found->second;
 }
 
-Binding::Binding(Workspace& workspace, Weights& weights, const Ranks* ranks, std::set<int>& paired, bool adapted)
+Binding::Binding(Workspace& workspace, Weights& weights, const Ranks* ranks, std::set<int>& paired, bool adapted,
+                 const Queue& queue)
     : workspace(workspace),
       weights(weights),
       ranks(ranks),
       paired(paired),
-      queue(workspace.device.queue()),
+      queue(queue),
       ops(ops_of(workspace.program, adapted)) {}
 
 void Binding::check_in_place(const OpNode& op) const {

@@ -9,6 +9,7 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kEight = 8, kThreads = 512;
+constexpr int kRowsOfCta = 8;  // in steps of many rows
 
 // Norms a row of which each thread keeps its first eight columns and has summed the squares of all of its own. weights:
 // of these eight columns.
@@ -29,6 +30,23 @@ __device__ void norm_row(const NormedSum& c, int row, float squares, float (&kep
 
 int threads_of(int width) { return std::min(ceil_div(width, 32 * kEight) * 32, kThreads); }
 
+// Eight columns of the weighted sum of a row's entries.
+__device__ __forceinline__ void sum_entries(const float* values, const int* entries, const float* shares, int top,
+                                            int column, int width, float (&sum)[kEight]) {
+#pragma unroll
+  for (int j = 0; j < kEight; j++) sum[j] = 0;
+#pragma unroll 8
+  for (int i = 0; i < top; i++) {
+    const int entry = entries[i];
+    const float share = shares[i];
+    if (entry < 0) continue;
+    float own[kEight];
+    read_eight(values + (size_t)entry * width, column, width, own);
+#pragma unroll
+    for (int j = 0; j < kEight; j++) sum[j] = fmaf(own[j], share, sum[j]);
+  }
+}
+
 // A CTA computes a row; a thread computes eight columns of it, and further ones of rows with more than 4,096 columns.
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Combination c) {
   const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x,
@@ -41,18 +59,9 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   await_previous();
   float squares = 0, kept[kEight];
   for (int column = first; column < width; column += stride) {
-    float before[kEight] = {}, sum[kEight] = {};
+    float before[kEight] = {}, sum[kEight];
     if (c.adds) read_eight(c.y.values + (size_t)row * width, column, width, before);
-#pragma unroll 8
-    for (int i = 0; i < top; i++) {
-      const int entry = entries[i];
-      const float share = shares[i];
-      if (entry < 0) continue;
-      float values[kEight];
-      read_eight(c.entries + (size_t)entry * width, column, width, values);
-#pragma unroll
-      for (int j = 0; j < kEight; j++) sum[j] = fmaf(values[j], share, sum[j]);
-    }
+    sum_entries(c.entries, entries, shares, top, column, width, sum);
 #pragma unroll
     for (int j = 0; j < kEight; j++) {
       if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
@@ -64,45 +73,54 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   if (c.norm.weight) norm_row(c, row, squares, kept, weights);
 }
 
-// The same threads. The first warp computes the row's gate.
-template <bool kWhole>
-__global__ void __launch_bounds__(kThreads) add_shared_expert_kernel(const __grid_constant__ SharedSum c) {
+// A CTA computes adjacent rows, with the same threads for a row. A warp computes the gates of some of them. kSums: of
+// entries, by ascending expert.
+template <bool kWhole, bool kSums>
+__global__ void __launch_bounds__(kThreads)
+    add_shared_expert_kernel(const __grid_constant__ SharedSum c, int rows, int each) {
   extern __shared__ __align__(16) float gate_weights[];
-  __shared__ float gate;
-  const int row = blockIdx.x, width = c.y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
-  const size_t begin = (size_t)row * width;
+  __shared__ float gates[kRowsOfCta];
+  const int row0 = blockIdx.x * each, end = min(row0 + each, rows), width = c.y.width, first = kEight * threadIdx.x,
+            stride = kEight * blockDim.x;
   let_next_begin();
   bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
-  float weights[kEight];  // prefetched before the previous kernel has written the rows
-  if (c.norm.weight) read_eight(c.norm.weight, first, width, weights);
+  float norm[kEight];  // prefetched before the previous kernel has written the rows
+  if (c.norm.weight) read_eight(c.norm.weight, first, width, norm);
   await_previous();
   __syncthreads();
   float before[kEight] = {}, sum[kEight], shared[kEight];
-  const auto read = [&](int column) {
+  const auto read = [&](int row, int column) {
+    const size_t begin = (size_t)row * width;
     if (c.adds) read_eight(c.y.values + begin, column, width, before);
-    read_eight(c.routed + begin, column, width, sum), read_eight(c.shared + begin, column, width, shared);
+    read_eight(c.shared + begin, column, width, shared);
+    if constexpr (kSums)
+      sum_entries(c.entries, c.routing.entry_of + (size_t)row * c.routing.top,
+                  c.routing.shares + (size_t)row * c.routing.top, c.routing.top, column, width, sum);
+    else read_eight(c.routed + begin, column, width, sum);
   };
-  read(first);
-  if (threadIdx.x < 32) {
+  read(row0, first);
+  for (int row = row0 + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
     float dot[1][1];
     multiply_rows<1, 1, kWhole>(c.gate.x.values + (size_t)row * c.gate.w.k, 1, gate_weights, c.gate.w.k, dot);
-    if (threadIdx.x == 0) gate = c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
+    if (threadIdx.x % 32 == 0) gates[row - row0] = c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
   }
   __syncthreads();
-  const float factor = 1.0f / (1.0f + expf(-gate));  // of sigmoid_mul()
-  float squares = 0, kept[kEight];
-  for (int column = first; column < width; column += stride) {
-    if (column > first) read(column);
+  for (int row = row0; row < end; row++) {
+    const float factor = 1.0f / (1.0f + expf(-gates[row - row0]));  // of sigmoid_mul()
+    float squares = 0, kept[kEight], weights[kEight];
+    for (int column = first; column < width; column += stride) {
+      if (row > row0 || column > first) read(row, column);
 #pragma unroll
-    for (int j = 0; j < kEight; j++) {
-      sum[j] = __fadd_rn(sum[j], __fmul_rn(shared[j], factor));
-      if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
-      squares = fmaf(sum[j], sum[j], squares);
-      if (column == first) kept[j] = sum[j];
+      for (int j = 0; j < kEight; j++) {
+        sum[j] = __fadd_rn(sum[j], __fmul_rn(shared[j], factor));
+        if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
+        squares = fmaf(sum[j], sum[j], squares);
+        if (column == first) kept[j] = sum[j], weights[j] = norm[j];
+      }
+      put_eight(c.y, row, column, width, sum);
     }
-    put_eight(c.y, row, column, width, sum);
+    if (c.norm.weight) norm_row(c, row, squares, kept, weights);
   }
-  if (c.norm.weight) norm_row(c, row, squares, kept, weights);
 }
 
 }  // namespace
@@ -112,8 +130,13 @@ void combine_experts(const Combination& c, int rows, const Queue& queue) {
 }
 
 void add_shared_expert(const SharedSum& c, int rows, const Queue& queue) {
-  const auto kernel = c.gate.w.k % kLaneColumns ? add_shared_expert_kernel<false> : add_shared_expert_kernel<true>;
-  start(queue, kernel, rows, threads_of(c.y.width), padded_columns(c.gate.w.k) * sizeof(float), c);
+  const auto choose = [&](auto sums) {
+    return c.gate.w.k % kLaneColumns ? add_shared_expert_kernel<false, sums> : add_shared_expert_kernel<true, sums>;
+  };
+  const auto kernel = c.entries ? choose(std::true_type()) : choose(std::false_type());
+  const int each = rows < kManyShared ? 1 : kRowsOfCta;
+  start(queue, kernel, ceil_div(rows, each), threads_of(c.y.width), padded_columns(c.gate.w.k) * sizeof(float), c, rows,
+        each);
 }
 
 }  // namespace AS_DTYPE16
