@@ -136,52 +136,75 @@ AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t colum
   return end;
 }
 
-// One of three steps that transpose eight rows of bytes.
-AS_AVX2_INLINE void interleave(const __m128i (&from)[8], __m128i (&into)[8]) {
+// One of three steps that transpose eight rows of bytes, in each half of the registers.
+AS_AVX2_INLINE void interleave(const V (&from)[8], V (&into)[8]) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
-    into[2 * i] = _mm_unpacklo_epi8(from[i], from[i + 4]);
-    into[2 * i + 1] = _mm_unpackhi_epi8(from[i], from[i + 4]);
+    into[2 * i] = _mm256_unpacklo_epi8(from[i], from[i + 4]);
+    into[2 * i + 1] = _mm256_unpackhi_epi8(from[i], from[i + 4]);
   }
 }
 
-// Transposes eight rows of sixteen bytes into columns of eight bytes.
-AS_AVX2_INLINE void store_byte_columns(const __m128i (&x)[8], char* to, int64_t stride) {
-  __m128i a[8], b[8];
+// Transposes eight or sixteen rows of sixteen bytes into columns. Of sixteen, rows i and i + 8 share x[i].
+template <int kRows>
+AS_AVX2_INLINE void store_byte_columns(const V (&x)[8], char* to, int64_t stride) {
+  V a[8], b[8];
   interleave(x, a), interleave(a, b), interleave(b, a);
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 2 * i * stride), a[i]);
-    _mm_storeh_pd(reinterpret_cast<double*>(to + (2 * i + 1) * stride), _mm_castsi128_pd(a[i]));
+  for (int i = 0; i < 8; i++, to += 2 * stride) {
+    if constexpr (kRows == 16) {
+      const V both = _mm256_permute4x64_epi64(a[i], 0xd8);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(both));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + stride), _mm256_extracti128_si256(both, 1));
+    } else {
+      const __m128i both = _mm256_castsi256_si128(a[i]);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(to), both);
+      _mm_storeh_pd(reinterpret_cast<double*>(to + stride), _mm_castsi128_pd(both));
+    }
   }
 }
 
-// Small floats, one or two to a byte: sixteen bytes of each row at a time.
+// Moves sixteen bytes of eight or sixteen rows. found: the largest bytes so far, without their signs and doubled, so
+// that e4m3's NaN are 0xfe.
+template <int kBits, int kRows>
+AS_AVX2_INLINE void place_square(const uint8_t* from, int64_t stride, bool swapped, char* to, int64_t to_stride,
+                                 V& found) {
+  V x[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const uint8_t* row = from + i * stride;
+    x[i] = load(row, kRows == 16 ? row + 8 * stride : row);
+    if (kBits == 8) found = _mm256_max_epu8(found, _mm256_add_epi8(x[i], x[i]));
+    if (kBits == 4 && swapped) x[i] = _mm256_or_si256(upper(x[i]), _mm256_slli_epi16(lower(x[i]), 4));
+  }
+  store_byte_columns<kRows>(x, to, to_stride);
+}
+
+// Small floats, one or two to a byte: a cache line of each row at a time.
 template <int kBits>
 AS_AVX2 int place_bytes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
                         int lane, int64_t& bad) {
-  constexpr int kUnit = kBits == 4 ? 2 : 1, kChunk = 16 * kUnit;
+  constexpr int kUnit = kBits == 4 ? 2 : 1, kChunk = 16 * kUnit, kLine = 4 * kChunk;
   const int end = w.k / kChunk * kChunk;
-  const __m128i low = _mm_set1_epi8(15), magnitude = _mm_set1_epi8(0x7f);
   const bool swapped = stored.packing == Packing::swapped_rows;
-  __m128i found = _mm_setzero_si128();
-  for (int k0 = 0; k0 < end; k0 += kChunk) {
-    const int g = k0 / w.group;
-    char* to = w.weights(panel, g) + (int64_t)(k0 - g * w.group) / kUnit * w.panel + lane;
-    for (int r = 0; r < rows; r += 8) {
+  V found = _mm256_setzero_si256();
+  for (int k0 = 0; k0 < end; k0 += kLine) {
+    const int squares = std::min(4, (end - k0) / kChunk);
+    char* to[4];
+    for (int i = 0; i < squares; i++) {
+      const int k = k0 + i * kChunk, g = k / w.group;
+      to[i] = w.weights(panel, g) + (int64_t)(k - g * w.group) / kUnit * w.panel + lane;
+    }
+    for (int r = 0; r < rows; r += 16) {
+      const bool both = r + 16 <= rows;
       const uint8_t* from = stored.q + (row + r) * stored.stride + (column + k0) / kUnit;
-      __m128i x[8];
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) {
-        x[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stored.stride));
-        if (kBits == 8) found = _mm_or_si128(found, _mm_cmpeq_epi8(_mm_and_si128(x[i], magnitude), magnitude));
-        if (kBits == 4 && swapped)
-          x[i] = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(x[i], 4), low), _mm_slli_epi16(_mm_and_si128(x[i], low), 4));
-      }
-      store_byte_columns(x, to + r, w.panel);
+      for (int i = 0; i < squares; i++, from += 16)
+        if (both) place_square<kBits, 16>(from, stored.stride, swapped, to[i] + r, w.panel, found);
+        else place_square<kBits, 8>(from, stored.stride, swapped, to[i] + r, w.panel, found);
     }
   }
-  if (_mm_movemask_epi8(found))  // rarely
+  const V nan = _mm256_set1_epi8((char)0xfe);
+  if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(found, nan)))  // rarely
     for (int r = 0; r < rows; r++)
       for (int k = 0; k < end; k++) bad += (stored.q[(row + r) * stored.stride + column + k] & 0x7f) == 0x7f;
   return end;

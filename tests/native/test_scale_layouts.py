@@ -327,6 +327,25 @@ def test_numbers_that_are_none_are_counted():
     assert executor.fill_quantized(handle, blocks, None, None, 4, 256, 32, packing="Q4_0") == 1
 
 
+@pytest.mark.parametrize("dtype", ["e4m3", "nf4", "e2m1"])
+@pytest.mark.parametrize("n, k, group, first", [(26, 200, 0, 0), (97, 1040, 208, 208), (61, 96, 32, 32)])
+def test_small_floats_are_placed_byte_by_byte(dtype, n, k, group, first):
+    """Any bytes, NaN of both signs among them, in rows and lines that no square of sixteen or eight divides."""
+    rng, bits = np.random.default_rng(n), 8 if dtype == "e4m3" else 4
+    quants = rng.integers(0, 1 << bits, (n, k)).astype(np.uint8)
+    scales = rng.uniform(0.5, 2, (n, k // (group or k))).astype(np.float32)
+    executor = _native.Executor(num_threads=2)
+    matrix = executor.add_matrix(n, k - first, dtype, group, **CODED)
+    packed = quants if bits == 8 else quants[:, 0::2] | quants[:, 1::2] << 4
+    bad = executor.fill_quantized(matrix, packed, scales, None, bits, k, group, column=first)
+    held = quants[:, first:]
+    assert bad == (np.count_nonzero(held & 0x7f == 0x7f) if bits == 8 else 0)
+    number = held & 0x7f != 0x7f if bits == 8 else np.full(held.shape, True)
+    expected = values_of(dtype)[held] * np.repeat(scales, group or k, 1)[:, first:] + 0
+    found = np.stack([executor.read_row(matrix, row) for row in range(n)])
+    np.testing.assert_array_equal(found[number], expected[number])
+
+
 @pytest.mark.parametrize("k, group", [(200, 128), (515, 8), (96, 0)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_rows_of_several_arrays_are_filled_as_one_by_one(threads, k, group):
