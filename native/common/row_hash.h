@@ -18,10 +18,13 @@ inline uint64_t fold(uint64_t a, uint64_t b) {
   return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
+constexpr size_t kHashAhead = 2048;  // bytes that are prefetched ahead: prefetching by hardware ends with a page
+
 // The hash of row `row`. use(i, word) is called for the 8-byte words of all whole blocks, and use_rest(i, its bytes)
-// for the rest.
+// for the rest. `ahead` bytes are prefetched, past the end of the row, too: the next one follows.
 template <typename Use, typename UseRest>
-uint64_t row_hash_with(const void* data, size_t bytes, uint64_t row, const Use& use, const UseRest& use_rest) {
+uint64_t row_hash_with(const void* data, size_t bytes, uint64_t row, size_t ahead, const Use& use,
+                       const UseRest& use_rest) {
   constexpr int kLanes = 4;  // hides the multiplication's latency
   constexpr uint64_t kKeys[kLanes] = {0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
   const char* p = static_cast<const char*>(data);
@@ -35,10 +38,10 @@ uint64_t row_hash_with(const void* data, size_t bytes, uint64_t row, const Use& 
       lanes[i] = fold(words[0] ^ kKeys[i], words[1] ^ lanes[i]);
     }
   };
-  constexpr size_t kBlock = 16 * kLanes, kAhead = 2048;  // prefetching by hardware ends with a page
+  constexpr size_t kBlock = 16 * kLanes;
   size_t i = 0;
   for (; i + kBlock <= bytes; i += kBlock) {
-    __builtin_prefetch(p + i + kAhead);  // past the end of the row, too: the next one follows
+    __builtin_prefetch(p + i + ahead);
     block(p + i, [&](size_t at, uint64_t word) { use(i + at, word); });
   }
   if (i < bytes) {
@@ -53,8 +56,8 @@ uint64_t row_hash_with(const void* data, size_t bytes, uint64_t row, const Use& 
 }
 
 // The hash of row `row`. Sums of rows' hashes identify a set of rows whatever the order of addition.
-inline uint64_t row_hash(const void* data, size_t bytes, uint64_t row) {
-  return row_hash_with(data, bytes, row, [](size_t, uint64_t) {}, [](size_t, const char*) {});
+inline uint64_t row_hash(const void* data, size_t bytes, uint64_t row, size_t ahead = kHashAhead) {
+  return row_hash_with(data, bytes, row, ahead, [](size_t, uint64_t) {}, [](size_t, const char*) {});
 }
 
 // Copies a row, and returns the hash of what was written, also if `from` changes meanwhile. The stores bypass the
@@ -68,7 +71,7 @@ inline uint64_t copy_row_hash(char* to, const void* from, size_t bytes, uint64_t
     std::memcpy(to + at, &word, sizeof word);
 #endif
   };
-  const uint64_t hash = row_hash_with(from, bytes, row, store,
+  const uint64_t hash = row_hash_with(from, bytes, row, kHashAhead, store,
                                       [&](size_t at, const char* rest) { std::memcpy(to + at, rest, bytes - at); });
 #if defined(__x86_64__)
   _mm_sfence();

@@ -228,7 +228,7 @@ AS_AVX2_INLINE void transpose_words(V r0, V r1, V r2, V r3, V (&out)[4]) {
   out[2] = _mm256_unpacklo_epi64(b, d), out[3] = _mm256_unpackhi_epi64(b, d);
 }
 
-AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* const* to, int64_t at) {
+AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* const* to) {
   V x[8];  // k = 4 + b follows k = b: they share a byte of a lane
   const V some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 #pragma GCC unroll 8
@@ -250,8 +250,8 @@ AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* 
   for (int i = 0; i < 4; i++) {
     const V low = _mm256_permute2x128_si256(first[i], second[i], 0x20),
             high = _mm256_permute2x128_si256(first[i], second[i], 0x31);
-    if (i < count) _mm256_storeu_si256(reinterpret_cast<V*>(to[i] + at), low);
-    if (i + 4 < count) _mm256_storeu_si256(reinterpret_cast<V*>(to[i + 4] + at), high);
+    if (i < count) _mm256_storeu_si256(reinterpret_cast<V*>(to[i]), low);
+    if (i + 4 < count) _mm256_storeu_si256(reinterpret_cast<V*>(to[i + 4]), high);
   }
 }
 
@@ -263,7 +263,7 @@ AS_AVX2_INLINE V lanes_of_words(V x) {
   return _mm256_xor_si256(_mm256_xor_si256(x, t), _mm256_slli_epi32(t, 4));
 }
 
-constexpr int kAhead = 4;  // rows of words
+constexpr int kAhead = 8;  // rows of words: the next that place_lines() passes
 
 template <bool kEights>
 AS_AVX2 int words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, char* to, int64_t to_stride) {
@@ -285,11 +285,8 @@ int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lane
                 : words_of_eight<false>(from, stride, rows, lanes, to, to_stride);
 }
 
-void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
-                           int64_t lane_stride) {
-  for (int k = 0; k < length; k += 8, from += 8 * stride)
-    for (int o = 0; o < octets; o += 8)
-      eight_octets(from + o * 4, stride, std::min(8, octets - o), to + o, k / 8 * lane_stride);
+void place_words_of_octets(const uint8_t* from, int64_t stride, int octets, char* const* to) {
+  for (int o = 0; o < octets; o += 8) eight_octets(from + o * 4, stride, std::min(8, octets - o), to + o);
 }
 
 int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
@@ -336,19 +333,17 @@ int place_eights(const Packed&, const StoredRows&, int64_t, int64_t, int, int, i
 
 int place_words_of_eight(const uint8_t*, int64_t, int, int, bool, char*, int64_t) { return 0; }
 
-void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
-                           int64_t lane_stride) {
+void place_words_of_octets(const uint8_t* from, int64_t stride, int octets, char* const* to) {
   for (int o = 0; o < octets; o++)
-    for (int k = 0; k < length; k += 8)
-      for (int r = 0; r < 8; r++) {
-        uint32_t lanes = 0;
-        for (int i = 0; i < 8; i++) {
-          uint32_t word;
-          std::memcpy(&word, from + (k + i) * stride + o * 4, 4);
-          lanes |= (word >> 4 * r & 15) << (i % 4 * 8 + i / 4 * 4);
-        }
-        std::memcpy(to[o] + k / 8 * lane_stride + kOctet[r] * 4, &lanes, 4);
+    for (int r = 0; r < 8; r++) {
+      uint32_t lanes = 0;
+      for (int i = 0; i < 8; i++) {
+        uint32_t word;
+        std::memcpy(&word, from + i * stride + o * 4, 4);
+        lanes |= (word >> 4 * r & 15) << (i % 4 * 8 + i / 4 * 4);
       }
+      std::memcpy(to[o] + kOctet[r] * 4, &lanes, 4);
+    }
 }
 
 #endif

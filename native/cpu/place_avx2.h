@@ -17,10 +17,9 @@ int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int6
 int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to,
                          int64_t to_stride);
 
-// Moves words of octets (Packing::octets) for the first `length` k, a multiple of eight. `stride`: bytes from one k to
-// the next. The lanes of word o's eight rows go to to[o]; those of the next eight k go `lane_stride` bytes further.
-void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
-                           int64_t lane_stride);
+// Moves words of octets (Packing::octets) for eight k. `stride`: bytes from one k to the next. The lanes of word o's
+// eight rows go to to[o].
+void place_words_of_octets(const uint8_t* from, int64_t stride, int octets, char* const* to);
 
 // out[i] = scale * q[i] + 0 for n values of e4m3: without a negative zero, as matrices have it; rounded[i]: the same in
 // bfloat16. Does all of them on any processor. Returns the number of NaN.

@@ -343,56 +343,125 @@ void lay_words(const uint8_t* from, int64_t stride, int rows, int lanes, bool ei
   }
 }
 
-// place_rows() for words.
-void place_words(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
-                 int64_t r1) {
-  const int unit = w.unit();
-  Heads heads(w, stored, column);
-  for (int64_t row = r0, next; row < r1; row = next) {
-    const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
-    next = std::min(r1, (int64_t)(panel + 1) * w.panel);
-    const int lanes = (int)(next - row);
-    const uint8_t* from = stored.q + column / unit * stored.stride + (row - row_offset) * 4;
-    for (int g = 0; g < w.groups(); g++) {
-      heads.place(row - row_offset, lanes, panel, g, lane);
-      const int rows = w.group_k(g) / unit;
-      lay_words(from, stored.stride, rows, lanes, unit == 8, w.weights(panel, g) + lane * 4, (int64_t)w.panel * 4);
-      from += rows * stored.stride;
-    }
-  }
-}
-
-// place_rows() for octets. Rows that are only part of an octet use place_any().
-void place_octets(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
-                  int64_t r1) {
-  const int64_t whole0 = std::min((r0 + 7) / 8 * 8, r1), whole1 = std::max(whole0, r1 / 8 * 8);
-  place_any(w, stored, row_offset, column, r0, whole0), place_any(w, stored, row_offset, column, whole1, r1);
-  Heads heads(w, stored, column);
-  constexpr int kTogether = 64;
-  for (int64_t first = whole0, end; first < whole1; first = end) {
-    end = std::min(whole1, first + kTogether * 8);
-    for (int g = 0; g < w.groups(); g++) {
-      for (int64_t row = first, next; row < end; row = next) {
-        next = std::min(end, (row / w.panel + 1) * w.panel);
-        heads.place(row - row_offset, (int)(next - row), (int)(row / w.panel), g, (int)(row % w.panel));
-      }
-      char* to[kTogether];
-      int octets = 0;
-      for (int64_t row = first; row < end; row += 8)
-        to[octets++] = w.weights((int)(row / w.panel), g) + row % w.panel * 4;
-      const uint8_t* from =
-          stored.q + (column + (int64_t)g * w.group) * stored.stride + (stored.skipped + first - row_offset) / 8 * 4;
-      place_words_of_octets(from, stored.stride, w.group_k(g), octets, to, (int64_t)w.panel * 4);
-    }
-  }
-}
-
 // Hashes `count` values of `bytes` bytes each, `stride` bytes apart.
 uint64_t hash_of(const char* data, int64_t stride, int64_t count, int bytes, uint64_t key) {
   if (stride == bytes) return row_hash(data, count * bytes, key);
   std::vector<char> values(count * bytes);
   for (int64_t i = 0; i < count; i++) std::memcpy(values.data() + i * bytes, data + i * stride, bytes);
   return row_hash(values.data(), values.size(), key);
+}
+
+// The hash of row i of a packing that is not transposed.
+uint64_t hash_of_row(const Packed& m, const StoredRows& s, int64_t i) {
+  const uint8_t* q = s.q + i * s.stride;
+  if (is_block(s.packing)) {
+    const BlockKind& kind = block_kind(s.packing);
+    return row_hash(q, s.columns / kind.values * kind.bytes, i);
+  }
+  uint64_t sum =
+      row_hash(q, s.row_bytes(), i) + hash_of(s.scales.at(i, 0), s.scales.step, s.groups(), m.scale_bytes(), ~i);
+  if (s.zeros.data) sum += fold(hash_of(s.zeros.at(i, 0), s.zeros.step, s.groups(), m.zero_bytes(), i), kHashOfZeros);
+  if (s.super_scales.data)
+    sum += fold(hash_of(s.super_scales.at(i, 0), s.super_scales.step, s.super_groups(), 2, i), kHashOfSuperScales);
+  if (s.super_offsets.data)
+    sum += fold(hash_of(s.super_offsets.at(i, 0), s.super_offsets.step, s.super_groups(), 2, i), kHashOfSuperOffsets);
+  return sum;
+}
+
+constexpr int64_t kLines = 8;  // that are placed after another
+
+// Hashes blocks of transposed rows, some lines at a time. A line has one k of all rows, or the k of a word.
+class HashedLines {
+ public:
+  // The blocks that begin with rows [first, last) of `count`.
+  HashedLines(const StoredRows& s, int64_t count, int64_t first, int64_t last) : s_(s), count_(count) {
+    const int64_t together = s.hashed_together();
+    block_ = (first + together - 1) / together;
+    sums_.resize(std::max<int64_t>(0, (last + together - 1) / together - block_));
+  }
+  // Lines [first, last), in this order.
+  void add(int64_t first, int64_t last) {
+    for (size_t i = 0; i < sums_.size(); i++) {
+      const auto [row, rows] = rows_of(i);
+      const bool words = s_.packing == Packing::words;
+      const int64_t other = s_.skipped + row, begin = words ? row * 4 : other / 8 * 4,
+                    end = words ? (row + rows) * 4 : (other + rows + 7) / 8 * 4;
+      for (int64_t line = first; line < last; line++)
+        sums_[i] += row_hash(s_.q + line * s_.stride + begin, end - begin, line, kLines * s_.stride);
+    }
+  }
+  // The sum of the blocks' hashes, scales and zeros included.
+  uint64_t end(const Packed& m, uint64_t key) {
+    uint64_t all = 0;
+    for (size_t i = 0; i < sums_.size(); i++) {
+      const auto [row, rows] = rows_of(i);
+      uint64_t sum = sums_[i];
+      for (int64_t g = 0; g < s_.groups(); g++) {
+        sum += hash_of(s_.scales.at(row, g), s_.scales.row, rows, m.scale_bytes(), ~g);
+        if (s_.zeros.data)
+          sum += fold(hash_of(s_.zeros.at(row, g), s_.zeros.row, rows, m.zero_bytes(), g), kHashOfZeros);
+      }
+      all += fold(sum, key + block_ + i);
+    }
+    return all;
+  }
+
+ private:
+  std::pair<int64_t, int64_t> rows_of(size_t i) const {
+    const int64_t first = (block_ + i) * s_.hashed_together();
+    return {first, std::min(count_ - first, s_.hashed_together())};
+  }
+
+  const StoredRows& s_;
+  int64_t count_, block_;
+  std::vector<uint64_t> sums_;  // of lines
+};
+
+// place_rows() for words that are whole lanes, or octets. kLines lines are hashed and then placed: of all lines, those
+// of one block that lie a multiple of 4 KB apart would fall out of the caches before they are placed.
+Placed place_lines(const Packed& w, const StoredRows& stored, int64_t count, int64_t row_offset, int64_t column,
+                   int64_t r0, int64_t r1, uint64_t key) {
+  const bool words = stored.packing == Packing::words;
+  const int unit = w.unit(), in_line = words ? unit : 1;  // k
+  const int64_t lines = (stored.columns + in_line - 1) / in_line;
+  // Rows that are only part of an octet are placed one by one.
+  const int64_t whole0 = words ? r0 : std::min((r0 + 7) / 8 * 8, r1),
+                whole1 = words ? r1 : std::max(whole0, r1 / 8 * 8);
+  place_any(w, stored, row_offset, column, r0, whole0), place_any(w, stored, row_offset, column, whole1, r1);
+  HashedLines hashes(stored, count, r0 - row_offset, r1 - row_offset);
+  Heads heads(w, stored, column);
+  std::vector<char*> to;  // of whole octets
+  hashes.add(0, column / in_line);
+  for (int g = 0; g < w.groups(); g++) {
+    to.clear();
+    for (int64_t row = whole0, next; row < whole1; row = next) {
+      const int panel = (int)(row / w.panel);
+      next = std::min(whole1, (int64_t)(panel + 1) * w.panel);
+      heads.place(row - row_offset, (int)(next - row), panel, g, (int)(row % w.panel));
+      for (int64_t octet = row; !words && octet < next; octet += 8)
+        to.push_back(w.weights(panel, g) + octet % w.panel * 4);
+    }
+    const int64_t first = (column + (int64_t)g * w.group) / in_line, last = first + w.group_k(g) / in_line;
+    for (int64_t line = first, next; line < last; line = next) {
+      next = std::min(line + kLines, last);
+      hashes.add(line, next);
+      const uint8_t* from = stored.q + line * stored.stride;
+      if (!words) {
+        place_words_of_octets(from + (stored.skipped + whole0 - row_offset) / 8 * 4, stored.stride, (int)to.size(),
+                              to.data());
+        for (char*& octet : to) octet += (int64_t)w.panel * 4;
+        continue;
+      }
+      for (int64_t row = r0, end; row < r1; row = end) {
+        const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
+        end = std::min(r1, (int64_t)(panel + 1) * w.panel);
+        lay_words(from + (row - row_offset) * 4, stored.stride, (int)(next - line), (int)(end - row), unit == 8,
+                  w.weights(panel, g) + ((line - first) * w.panel + lane) * 4, (int64_t)w.panel * 4);
+      }
+    }
+  }
+  hashes.add((column + w.k) / in_line, lines);
+  return {0, hashes.end(w, key)};
 }
 
 }  // namespace
@@ -415,40 +484,6 @@ StoredRows StoredRows::from(int64_t row) const {
   for (Strided* values : {&rows.scales, &rows.zeros, &rows.super_scales, &rows.super_offsets})
     if (values->data) values->advance(row);
   return rows;
-}
-
-uint64_t StoredRows::hash(const Packed& m, int64_t rows, int64_t i) const {
-  if (is_transposed(packing)) {
-    const int64_t first = i * hashed_together(), count = std::min(rows - first, hashed_together());
-    const bool words = packing == Packing::words;
-    const int64_t lines = words ? (columns * bits + 31) / 32 : columns, other = skipped + first,
-                  begin = words ? first * 4 : other / 8 * 4,
-                  end = words ? (first + count) * 4 : (other + count + 7) / 8 * 4;
-    uint64_t sum = 0;
-    for (int64_t line = 0; line < lines; line++) {
-      const uint8_t* from = q + line * stride + begin;
-      if (line + 1 < lines)
-        for (int64_t at = 0; at < end - begin; at += 64) __builtin_prefetch(from + stride + at);
-      sum += row_hash(from, end - begin, line);
-    }
-    for (int64_t g = 0; g < groups(); g++) {
-      sum += hash_of(scales.at(first, g), scales.row, count, m.scale_bytes(), ~g);
-      if (zeros.data) sum += fold(hash_of(zeros.at(first, g), zeros.row, count, m.zero_bytes(), g), kHashOfZeros);
-    }
-    return sum;
-  }
-  if (is_block(packing)) {
-    const BlockKind& kind = block_kind(packing);
-    return row_hash(q + i * stride, columns / kind.values * kind.bytes, i);
-  }
-  uint64_t sum =
-      row_hash(q + i * stride, row_bytes(), i) + hash_of(scales.at(i, 0), scales.step, groups(), m.scale_bytes(), ~i);
-  if (zeros.data) sum += fold(hash_of(zeros.at(i, 0), zeros.step, groups(), m.zero_bytes(), i), kHashOfZeros);
-  if (super_scales.data)
-    sum += fold(hash_of(super_scales.at(i, 0), super_scales.step, super_groups(), 2, i), kHashOfSuperScales);
-  if (super_offsets.data)
-    sum += fold(hash_of(super_offsets.at(i, 0), super_offsets.step, super_groups(), 2, i), kHashOfSuperOffsets);
-  return sum;
 }
 
 int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, int64_t r0,
@@ -474,11 +509,21 @@ int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const Qu
   return bad;
 }
 
-int64_t place_rows(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
-                   int64_t r1) {
-  if (fits_words(w, stored, column)) return place_words(w, stored, row_offset, column, r0, r1), 0;
-  if (fits_octets(w, stored, row_offset)) return place_octets(w, stored, row_offset, column, r0, r1), 0;
-  return place_any(w, stored, row_offset, column, r0, r1);
+Placed place_rows(const Packed& w, const StoredRows& stored, int64_t count, int64_t row_offset, int64_t column,
+                  int64_t r0, int64_t r1, uint64_t key) {
+  if (fits_words(w, stored, column) || fits_octets(w, stored, row_offset))
+    return place_lines(w, stored, count, row_offset, column, r0, r1, key);
+  Placed placed;
+  if (is_transposed(stored.packing)) {
+    HashedLines hashes(stored, count, r0 - row_offset, r1 - row_offset);
+    const int64_t in_line = stored.packing == Packing::words ? 32 / stored.bits : 1;
+    hashes.add(0, (stored.columns + in_line - 1) / in_line);
+    placed.hash = hashes.end(w, key);
+  } else {
+    for (int64_t i = r0 - row_offset; i < r1 - row_offset; i++) placed.hash += fold(hash_of_row(w, stored, i), key + i);
+  }
+  placed.bad = place_any(w, stored, row_offset, column, r0, r1);
+  return placed;
 }
 
 int64_t recover_row(const StoredRows& stored, int64_t row, int64_t column, int64_t k, float* out, uint16_t* rounded) {

@@ -84,12 +84,10 @@ struct StoredRows : RowShape {
   int64_t super_groups() const { return super_group ? (columns + super_group - 1) / super_group : 0; }
   // The rows from `row` on.
   StoredRows from(int64_t row) const;
-  // For Weights::source_hash(), over all arrays: how many rows are hashed together, and the hash of the i-th such block
-  // of rows for matrix m.
+  // How many rows are hashed together for Weights::source_hash().
   int64_t hashed_together() const {
     return packing == Packing::words ? kHashedWords : packing == Packing::octets ? kHashedOctets : 1;
   }
-  uint64_t hash(const Packed& m, int64_t rows, int64_t i) const;
 };
 
 // Quantizes rows [r0, r1) of `source` into the same rows of `out`, which has the same columns and groups. Returns the
@@ -97,10 +95,16 @@ struct StoredRows : RowShape {
 int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, int64_t r0,
                       int64_t r1);
 
-// Moves columns [column, column + w.k) of stored rows into rows [r0, r1) of w. The first stored row is w's row
-// `row_offset`. Every group of w must be part of one stored group. Returns the number of e4m3 NaN plus the number of
-// block scales that are NaN or infinite.
-int64_t place_rows(const Packed& w, const StoredRows& rows, int64_t row_offset, int64_t column, int64_t r0, int64_t r1);
+struct Placed {
+  int64_t bad = 0;    // e4m3 NaN, and block scales that are NaN or infinite
+  uint64_t hash = 0;  // of all arrays, for Weights::source_hash()
+};
+
+// Moves columns [column, column + w.k) of `count` stored rows into rows [r0, r1) of w, after hashing whole rows. The
+// first stored row is w's row `row_offset`. Every group of w must be part of one stored group. Of rows that are hashed
+// together, hashes the blocks that begin here; the i-th block has the key `key` + i.
+Placed place_rows(const Packed& w, const StoredRows& stored, int64_t count, int64_t row_offset, int64_t column,
+                  int64_t r0, int64_t r1, uint64_t key);
 
 // Dequantizes columns [column, column + k) of a stored row of e4m3 with scales of stored.scale_type: the same values as
 // those of a matrix of e4m3; and rounded to bfloat16. Returns the number of e4m3 NaN.

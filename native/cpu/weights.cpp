@@ -206,15 +206,13 @@ std::vector<int64_t> Weights::fill_quantized(int id, const std::vector<StoredRow
                     begin = std::max(p.offset, (first + part0 - p.panels) * panel),
                     end = std::min(end_of_piece, (first + part1 - p.panels) * panel),
                     together = p.from.hashed_together();
-      if (begin >= end) continue;
-      int64_t block = (begin - p.offset + together - 1) / together;  // first block that begins here
       // One panel at a time, or as many rows as are hashed together: hashing brings them into the cache.
       for (int64_t r0 = begin, r1; r0 < end; r0 = r1) {
         const int64_t next = p.offset + ((r0 - p.offset) / together + 1) * together;
         r1 = std::min(end, (next + panel - 1) / panel * panel);
         if (is_quantized(p.m.format)) {
-          for (; p.offset + block * together < r1; block++) sum += fold(p.from.hash(p.m, p.rows, block), p.key + block);
-          bad[p.source] += place_rows(p.m, p.from, p.offset, column, r0, r1);
+          const Placed placed = place_rows(p.m, p.from, p.rows, p.offset, column, r0, r1, p.key);
+          bad[p.source] += placed.bad, sum += placed.hash;
           continue;
         }
         // The stride of rows is no multiple of 4 KB: packing reads a column of them.
