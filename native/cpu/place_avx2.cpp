@@ -228,6 +228,39 @@ AS_AVX2_INLINE void transpose_words(V r0, V r1, V r2, V r3, V (&out)[4]) {
   out[2] = _mm256_unpacklo_epi64(b, d), out[3] = _mm256_unpackhi_epi64(b, d);
 }
 
+// Stores byte j of eight words, four in each half of x, from to + j * stride on.
+AS_AVX2_INLINE void store_bytes_of_words(V x, int8_t* to, int64_t stride) {
+  x = _mm256_shuffle_epi8(x, _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12, 1, 5,
+                                              9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  x = _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  alignas(32) uint64_t columns[4];
+  _mm256_store_si256(reinterpret_cast<V*>(columns), x);
+  for (int j = 0; j < 4; j++) std::memcpy(to + j * stride, &columns[j], 8);
+}
+
+// Bits 6 and 7 of the bytes, moved to bits 4 and 5.
+AS_AVX2_INLINE V upper_two(V x) { return _mm256_and_si256(_mm256_srli_epi32(x, 2), _mm256_set1_epi8(0x30)); }
+
+AS_AVX2 void scales_of_eight(const StoredRows& stored, const uint8_t* block, int8_t* scales, int8_t* minimums,
+                             int64_t stride) {
+  if (stored.packing == Packing::q6_k) {
+    V x[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) x[i] = load(block + i * stored.stride + 192, block + i * stored.stride + 192);
+    store_byte_columns<8>(x, reinterpret_cast<char*>(scales), stride);
+    return;
+  }
+  V rows[4], words[4];  // the block's two float16, then three words with scales and minimums of 6 bits
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) rows[i] = load(block + i * stored.stride, block + (i + 4) * stored.stride);
+  transpose_words(rows[0], rows[1], rows[2], rows[3], words);
+  const V six = _mm256_set1_epi8(0x3f);
+  store_bytes_of_words(_mm256_and_si256(words[1], six), scales, stride);
+  store_bytes_of_words(_mm256_or_si256(lower(words[3]), upper_two(words[1])), scales + 4 * stride, stride);
+  store_bytes_of_words(_mm256_and_si256(words[2], six), minimums, stride);
+  store_bytes_of_words(_mm256_or_si256(upper(words[3]), upper_two(words[2])), minimums + 4 * stride, stride);
+}
+
 AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* const* to) {
   V x[8];  // k = 4 + b follows k = b: they share a byte of a lane
   const V some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
@@ -278,6 +311,13 @@ AS_AVX2 int words_of_eight(const uint8_t* from, int64_t stride, int rows, int la
 }
 
 }  // namespace
+
+bool unpack_scales_of_eight(const StoredRows& stored, int64_t row, int64_t b, int8_t* scales, int8_t* minimums,
+                            int64_t stride) {
+  scales_of_eight(stored, stored.q + row * stored.stride + b * block_kind(stored.packing).bytes, scales, minimums,
+                  stride);
+  return true;
+}
 
 int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to,
                          int64_t to_stride) {
@@ -330,6 +370,8 @@ int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int6
 #else
 
 int place_eights(const Packed&, const StoredRows&, int64_t, int64_t, int, int, int, int64_t&) { return 0; }
+
+bool unpack_scales_of_eight(const StoredRows&, int64_t, int64_t, int8_t*, int8_t*, int64_t) { return false; }
 
 int place_words_of_eight(const uint8_t*, int64_t, int, int, bool, char*, int64_t) { return 0; }
 

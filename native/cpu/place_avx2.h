@@ -12,6 +12,11 @@ namespace as {
 int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
                  int64_t& bad);
 
+// Unpacks the groups' scales, and minimums if any, of block b of a K type of stored rows [row, row + 8): those of a
+// group are adjacent, and the next group's follow `stride` bytes further. Returns false if it does nothing.
+bool unpack_scales_of_eight(const StoredRows& stored, int64_t row, int64_t b, int8_t* scales, int8_t* minimums,
+                            int64_t stride);
+
 // Moves rows of words (Packing::words), `stride` bytes apart, to rows of lanes. A lane has eight k, which are
 // reordered, or four, which are copied. Returns how many of a row's `lanes` it moved: a multiple of eight.
 int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to,

@@ -223,6 +223,9 @@ class Heads {
  private:
   // Unpacks the scales of a block of up to eight rows into lanes from `lane` on.
   void unpack_eight(int64_t row, int rows, int64_t block, int lane) {
+    if (rows == 8 && unpack_scales_of_eight(stored_, row, block, reinterpret_cast<int8_t*>(scales_) + lane,
+                                            reinterpret_cast<int8_t*>(minimums_) + lane, kMaxRows))
+      return;
     int8_t scales[8][16] = {}, minimums[8][16] = {};
     for (int r = 0; r < rows; r++)
       unpack_scales(stored_.packing, stored_.q + (row + r) * stored_.stride, block, scales[r], minimums[r]);
