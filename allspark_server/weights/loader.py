@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,19 @@ from allspark_server.weights.sources import Source
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-# Values, their scales, and how rows share these (see ScaleBlocks.rows).
-CodedRows = tuple[np.ndarray, np.ndarray, tuple[int, int]]
+
+
+class CodedRows(NamedTuple):
+    """Rows of a quantized tensor as the file has them: values; their scales, None for blocks that include them; how
+    rows share these (see ScaleBlocks.rows); offsets or zero points; and `packing` and `skipped` of QuantizedRows.
+    """
+
+    quants: np.ndarray
+    scales: np.ndarray | None
+    shared: tuple[int, int] = (1, 0)
+    zeros: np.ndarray | None = None
+    packing: str = "rows"
+    skipped: int = 0
 
 
 def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
@@ -158,9 +169,10 @@ class Loader:
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), columns.inputs, experts=end - begin,
                                             **columns.native(), **order)
         together: list[tuple[StoredTensor, int, int]] = []  # filled in one call: an expert's rows are small
-        coded: list[tuple[QuantizedTensor, CodedRows]] = []     # the same
+        coded: list[tuple[QuantizedTensor, CodedRows]] = []     # the same, from row `coded_at` on
+        coded_at = 0
         description = f"{form}" if weight.stored is None or form.quantized else f"{weight.stored} {form}"
-        takes_plain = self._takes_plain_rows(weight, columns.form)
+        takes_stored = self._takes_stored_rows(weight, columns.form)
         for part, (begin, end) in zip(weight.parts, weight.ranges_of(self.rank, self.world)):
             if begin == end:  # another rank has it
                 continue
@@ -176,53 +188,60 @@ class Loader:
             else:
                 self._digest.update(f"{part.tensor} {description} {begin} {end} {first} {last} ".encode())
                 tensor = quantized_tensor(self.source, weight, part)
-                plain = self._plain_rows(tensor, begin, end) if takes_plain else None
-                if plain is not None:
-                    coded.append((tensor, plain))
-                else:
-                    self._fill_coded(identity, weight, coded, at, first)
+                rows = self._stored_rows(tensor, begin, end) if takes_stored else None
+                if coded and (rows is None or rows.packing != coded[0][1].packing):
+                    self._fill_coded(identity, weight, coded, coded_at, first)
                     coded = []
+                if rows is None:
                     self._fill_quantized(identity, weight, tensor, columns, begin, end, at)
+                else:
+                    coded_at = coded_at if coded else at
+                    coded.append((tensor, rows))
             self._advance((end - begin) * (last - first))
         if together:
             self._fill(identity, together, offset, first, form)
-        self._fill_coded(identity, weight, coded, offset, first)
+        if coded:
+            self._fill_coded(identity, weight, coded, coded_at, first)
         self._digest.update(f"{self.executor.source_hash(identity)} ".encode())
         return identity
 
-    def _takes_plain_rows(self, weight: Weight, form: WeightFormat) -> bool:
-        """Whether a matrix in this format takes what _plain_rows returns: the stored rows have scales and nothing else,
-        and the matrix has their format, or it is of floats and they are e4m3.
+    def _takes_stored_rows(self, weight: Weight, form: WeightFormat) -> bool:
+        """Whether a matrix in this format takes what _stored_rows returns: it has the format of the stored rows, or it
+        is of floats and they are e4m3 with scales and nothing else.
         """
         stored = weight.stored
         if stored is None or not hasattr(self.executor, "fill_quantized_rows"):
             return False
-        return stored.layout.zeros == "none" and not stored.layout.super_group and (
-            stored == form if form.quantized else stored.dtype == "e4m3")
+        return stored == form if form.quantized else (
+            stored.dtype == "e4m3" and stored.layout.zeros == "none" and not stored.layout.super_group)
 
-    def _plain_rows(self, tensor: QuantizedTensor, begin: int, end: int) -> CodedRows | None:
+    def _stored_rows(self, tensor: QuantizedTensor, begin: int, end: int) -> CodedRows | None:
         """Rows of a quantized tensor that _fill_coded takes together with those of other tensors, if they are views of
         the file. None for others.
         """
         if tensor.blocks is not None:
-            return tensor.blocks.rows(begin, end)
+            return CodedRows(*tensor.blocks.rows(begin, end))
+        if tensor.mxfp4 is not None:
+            return CodedRows(*tensor.mxfp4(begin, end))
         if not tensor.mapped or tensor.order is not None:
             return None
         rows = tensor.rows(begin, end)
-        return (rows.quants, rows.own_scales, (1, 0)) if rows.packing == "rows" else None
+        if rows.super_scales is not None:
+            return None
+        return CodedRows(rows.quants, rows.scales, (1, 0), rows.zeros, rows.packing, rows.skipped)
 
-    def _fill_coded(self, identity: int, weight: Weight, pieces: list[tuple[QuantizedTensor, CodedRows]], end: int,
+    def _fill_coded(self, identity: int, weight: Weight, pieces: list[tuple[QuantizedTensor, CodedRows]], offset: int,
                     column: int) -> None:
-        """Fills rows of a matrix up to `end` with rows from _plain_rows."""
-        if not pieces:
-            return
-        form, (quants, scales, shared) = weight.stored_format, zip(*(rows for _, rows in pieces))
+        """Fills rows of a matrix from `offset` on with rows of one packing from _stored_rows."""
+        form, packing = weight.stored_format, pieces[0][1].packing
+        quants, scales, shared, zeros, _, skipped = zip(*(rows for _, rows in pieces))
+        scale_type = "e8m0" if pieces[0][0].mxfp4 is not None else form.layout.scales
         counts = self.executor.fill_quantized_rows(
-            identity, quants, scales, form.bits, weight.columns, form.group_size, form.layout.scales,
-            end - sum(map(len, quants)), column, shared)
+            identity, quants, [] if scales[0] is None else scales, form.bits, weight.columns, form.group_size,
+            scale_type, offset, column, shared, [] if zeros[0] is None else zeros, packing, skipped)
         for (tensor, _), bad in zip(pieces, counts):
             if bad:
-                raise tensor.not_finite(bad, "values")
+                raise tensor.not_finite(bad, "values" if packing == "rows" else "scales")
 
     def _fill_quantized(self, identity: int, weight: Weight, tensor: QuantizedTensor, columns: ColumnSlice, begin: int,
                         end: int, offset: int) -> None:

@@ -125,7 +125,8 @@ class QuantizedTensor:
 
     name: of the tensor with the quantized values. rows(begin, end): some of its rows. order: the column of each place
     in a row, if columns are permuted. mapped: rows are views of the mapped file, so reading them costs nothing.
-    mxfp4: of MXFP4, views of the values of some rows and of their scales as bytes (e8m0), if the file has them so.
+    mxfp4: of MXFP4, views of the values of some rows and of their scales as bytes (e8m0), if the file has them so; then
+    all tensors of a matrix have it.
     blocks: the same matrix as a view whose rows share scales, if rows() would repeat them.
     """
 

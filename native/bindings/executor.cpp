@@ -97,8 +97,13 @@ Strided strided_of(const py::array& a, int64_t count, int64_t width, int bytes, 
 std::vector<int64_t> fill_quantized_rows(Executor& e, int id, const std::vector<py::array>& quants,
                                          const std::vector<py::array>& scales, int bits, int64_t columns,
                                          int64_t group_size, const std::string& scale_type, int64_t row_offset,
-                                         int64_t column, const std::vector<std::pair<int64_t, int64_t>>& shared) {
-  if (quants.size() != scales.size() || group_size < 0 || (!shared.empty() && shared.size() != scales.size()))
+                                         int64_t column, const std::vector<std::pair<int64_t, int64_t>>& shared,
+                                         const std::vector<py::array>& zeros, const std::string& packing,
+                                         const std::vector<int>& skipped_rows) {
+  const size_t size = quants.size();
+  const auto fits = [&](const auto& all) { return all.empty() || all.size() == size; };
+  if ((scales.size() != size && !is_block(packing_of(packing))) || !fits(scales) || group_size < 0 || !fits(shared) ||
+      !fits(zeros) || !fits(skipped_rows))
     throw std::invalid_argument("fill_quantized_rows: as many scales as arrays of values, and a group_size");
   const Packed& m = e.weights().matrix(id);
   const ScaleType type = scale_type_of(scale_type);
@@ -106,16 +111,32 @@ std::vector<int64_t> fill_quantized_rows(Executor& e, int id, const std::vector<
   std::vector<int64_t> counts;
   for (size_t i = 0; i < quants.size(); i++) {
     int64_t count;
-    StoredRows rows = stored_rows(quants[i], bits, columns, "rows", 0, -1, count);
+    StoredRows rows = stored_rows(quants[i], bits, columns, packing, skipped_rows.empty() ? 0 : skipped_rows[i],
+                                  scales.empty() ? -1 : scales[i].shape(0), count);
+    counts.push_back(count);
+    if (is_block(rows.packing)) {
+      sources.push_back(rows);
+      continue;
+    }
     rows.group = group_size ? group_size : columns, rows.scale_type = type;
-    const int bytes = is_quantized(m.format) ? m.scale_bytes() : type == ScaleType::float32 ? 4 : 2;
+    if (type == ScaleType::e8m0 && (!is_coded(m.format) || m.scaling.scales == ScaleType::float16))
+      throw std::invalid_argument(
+          "fill_quantized_rows: scales of e8m0 need a matrix of small floats with scales of "
+          "float32 or bfloat16");
+    const int bytes = type == ScaleType::e8m0      ? 1
+                      : is_quantized(m.format)     ? m.scale_bytes()
+                      : type == ScaleType::float32 ? 4
+                                                   : 2;
     const auto [height, skipped] = shared.empty() ? std::pair<int64_t, int64_t>(1, 0) : shared[i];
-    if (height < 1 || skipped < 0 || skipped >= height)
+    if (height < 1 || skipped < 0 || skipped >= height ||
+        (height > 1 && (type == ScaleType::e8m0 || is_transposed(rows.packing))))
       throw std::invalid_argument("fill_quantized_rows: shared must be (rows of a scale, rows before the first one)");
     const int64_t blocks = (skipped + count + height - 1) / height;
     rows.scales = strided_of(scales[i], blocks, rows.groups(), bytes, "fill_quantized_rows: scales");
     rows.scales.shared = height, rows.scales.skipped = skipped;
-    sources.push_back(rows), counts.push_back(count);
+    if (!zeros.empty())
+      rows.zeros = strided_of(zeros[i], count, rows.groups(), m.zero_bytes(), "fill_quantized_rows: zeros");
+    sources.push_back(rows);
   }
   py::gil_scoped_release release;
   return e.weights().fill_quantized(id, sources, counts, row_offset, column);
@@ -287,8 +308,11 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
       .def("fill_quantized_rows", fill_quantized_rows, py::arg("id"), py::arg("quants"), py::arg("scales"),
            py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("scale_type"), py::arg("row_offset") = 0,
            py::arg("column") = 0, py::arg("shared") = std::vector<std::pair<int64_t, int64_t>>(),
-           "fill_quantized for several arrays with the packing \"rows\" and their scales of a type, without zeros, one "
-           "after\n"
+           py::arg("zeros") = std::vector<py::array>(), py::arg("packing") = "rows",
+           py::arg("skipped") = std::vector<int>(),
+           "fill_quantized for several arrays with their scales of a type (e8m0 for small floats, too, whose scales "
+           "are then\n"
+           "converted), but without nested ones, one after "
            "the other. shared: for each array how many rows have a scale in common, and how many of the first scale's "
            "rows\n"
            "come before the array; by default each row has scales of its own. A matrix of floats takes e4m3, which is "

@@ -116,6 +116,16 @@ void gather(const char* from, int64_t stride, int rows, int bytes, char* out) {
   else gather<1>(from, stride, rows, out);
 }
 
+// gather() for e8m0, 2^(byte - 127), as float32 or bfloat16, whose bits begin with the exponent. 2^-127 is subnormal.
+void gather_powers(const char* from, int64_t stride, int rows, int bytes, char* out) {
+  const int shift = 8 * bytes - 9;
+  for (int r = 0; r < rows; r++) {
+    const uint32_t power = (uint8_t)from[r * stride], bits = power ? power << shift : 1u << (shift - 1);
+    if (bytes == 4) std::memcpy(out + r * 4, &bits, 4);
+    else std::memcpy(out + r * 2, &bits, 2);  // the lower half
+  }
+}
+
 // gather() for float16. Returns the number of NaN and infinite values. Eight at a time are collected in a register:
 // what was written two bytes at a time would have to leave the store buffer before it could be read back for the test.
 int gather_halves(const char* from, int64_t stride, int rows, char* out) {
@@ -194,7 +204,10 @@ class Heads {
       bad = gather_halves(stored_.scales.at(row, group), stored_.scales.row, rows, scales);
       if (zero) bad += gather_halves(stored_.zeros.at(row, group), stored_.zeros.row, rows, zeros);
     } else {
-      if (stored_.scales.shared == 1) gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
+      if (stored_.scale_type == ScaleType::e8m0)
+        gather_powers(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
+      else if (stored_.scales.shared == 1)
+        gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
       else
         for (int64_t r = 0, same; r < rows; r += same) {
           same = std::min<int64_t>(stored_.scales.alike(row + r), rows - r);
@@ -361,8 +374,12 @@ uint64_t hash_of_row(const Packed& m, const StoredRows& s, int64_t i) {
     const BlockKind& kind = block_kind(s.packing);
     return row_hash(q, s.columns / kind.values * kind.bytes, i);
   }
-  uint64_t sum =
-      row_hash(q, s.row_bytes(), i) + hash_of(s.scales.at(i, 0), s.scales.step, s.groups(), m.scale_bytes(), ~i);
+  uint64_t sum = row_hash(q, s.row_bytes(), i);
+  if (s.scale_type == ScaleType::e8m0) {  // as if they were stored in the matrix' type
+    std::vector<char> scales(s.groups() * m.scale_bytes());
+    gather_powers(s.scales.at(i, 0), s.scales.step, (int)s.groups(), m.scale_bytes(), scales.data());
+    sum += row_hash(scales.data(), scales.size(), ~i);
+  } else sum += hash_of(s.scales.at(i, 0), s.scales.step, s.groups(), m.scale_bytes(), ~i);
   if (s.zeros.data) sum += fold(hash_of(s.zeros.at(i, 0), s.zeros.step, s.groups(), m.zero_bytes(), i), kHashOfZeros);
   if (s.super_scales.data)
     sum += fold(hash_of(s.super_scales.at(i, 0), s.super_scales.step, s.super_groups(), 2, i), kHashOfSuperScales);

@@ -71,15 +71,15 @@ struct Strided {
 struct StoredRows : RowShape {
   Packing packing = Packing::rows;
   const uint8_t* q = nullptr;
-  int64_t stride = 0;  // bytes from a row of q, or of words, to the next
-  int skipped = 0;     // of octets: rows of the first word that come before the first row
-  Strided scales;      // [rows, groups()] of the layout's type, or int8 if nested; of q4_k, q5_k, q6_k: in the blocks.
-                       // Only these may be shared by several rows
-  Strided zeros;       // the same for offsets, or uint8 points; null if there are none
-  int64_t super_group = 0;                    // of nested scales
-  Strided super_scales;                       // float16 [rows, super_groups()]
-  Strided super_offsets;                      // null if there are no offsets
-  ScaleType scale_type = ScaleType::float32;  // of `scales`, for recover_row()
+  int64_t stride = 0;       // bytes from a row of q, or of words, to the next
+  int skipped = 0;          // of octets: rows of the first word that come before the first row
+  Strided scales;           // [rows, groups()] of the layout's type, or e8m0 instead, or int8 if nested; of q4_k, q5_k,
+                            // q6_k: in the blocks. Only these may be shared by several rows
+  Strided zeros;            // the same for offsets, or uint8 points; null if there are none
+  int64_t super_group = 0;  // of nested scales
+  Strided super_scales;     // float16 [rows, super_groups()]
+  Strided super_offsets;    // null if there are no offsets
+  ScaleType scale_type = ScaleType::float32;  // of `scales`: e8m0, or what recover_row() reads
 
   int64_t super_groups() const { return super_group ? (columns + super_group - 1) / super_group : 0; }
   // The rows from `row` on.

@@ -367,6 +367,37 @@ def test_rows_of_several_arrays_are_filled_as_one_by_one(threads, k, group):
     assert executor.source_hash(one) == executor.source_hash(all_rows)
 
 
+@pytest.mark.parametrize("packing, dtype", [("words", "int4"), ("octets", "int4"), ("signed", "int8"),
+                                            ("Q4_0", "int4")])
+def test_arrays_of_any_packing_are_filled_in_one_call(packing, dtype):
+    rng, k, group, bits = np.random.default_rng(4), 256, 32, 4 if dtype == "int4" else 8
+    blocks = packing == "Q4_0"
+    counts, skipped = [61, 130, 9], [0, 5, 6] if packing == "octets" else []
+    executor = _native.Executor(num_threads=3)
+    layout = {"scales": "float16" if blocks else "float32", "zeros": "none" if blocks else "points"}
+    one, other = (executor.add_matrix(sum(counts), k, dtype, group, **layout) for _ in range(2))
+    if blocks:
+        quants = [rng.integers(0, 120, (count, k // 32 * 18)).astype(np.uint8) for count in counts]
+        scales, zeros = [], []
+    else:
+        quants = [packed_as(packing, rng.integers(0, 1 << bits, (before + count, k)).astype(np.uint8))[0]
+                  for before, count in zip(skipped or [0] * 3, counts)]
+        scales = [rng.uniform(0.5, 2, (k // group, count)).astype(np.float32).T for count in counts]
+        zeros = [rng.integers(0, 1 << bits, (k // group, count)).astype(np.uint8).T for count in counts]
+    row = 0
+    for i, count in enumerate(counts):
+        more = {"skipped": skipped[i]} if skipped else {}
+        own = (None, None) if blocks else (scales[i], zeros[i])
+        assert not executor.fill_quantized(one, quants[i], *own, bits, k, group, row, packing=packing, **more)
+        row += count
+    settings = (other, quants, scales, bits, k, group, layout["scales"])
+    assert executor.fill_quantized_rows(*settings, zeros=zeros, packing=packing, skipped=skipped) == [0] * 3
+    assert executor.panels(one).bytes().tobytes() == executor.panels(other).bytes().tobytes()
+    assert executor.source_hash(one) == executor.source_hash(other)
+    with pytest.raises(ValueError, match="as many scales"):
+        executor.fill_quantized_rows(*settings, zeros=[*zeros, np.zeros((1, 8), np.uint8)], packing=packing)
+
+
 @pytest.mark.parametrize("dtype", ["e4m3", "float32", "bfloat16"])
 @pytest.mark.parametrize("scale_type", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 3])
@@ -395,6 +426,32 @@ def test_scales_of_blocks_are_those_of_each_of_their_rows(threads, scale_type, d
                            ([(128, 128)] * 5, "rows of a scale"), ([(128, 0)] * 5, r"must be \[rows, 5\]")):
         with pytest.raises(ValueError, match=problem):
             executor.fill_quantized_rows(other, quants, scales, *settings, wrong)
+
+
+@pytest.mark.parametrize("dtype", ["e2m1", "e2m1a16"])
+@pytest.mark.parametrize("scale_type", ["float32", "bfloat16"])
+def test_scales_as_powers_are_those_of_the_matrix_type(scale_type, dtype):
+    """Every byte of e8m0 but NaN, 2^-127 too, which is subnormal; the hash is that of the converted scales."""
+    rng, n, k, first = np.random.default_rng(3), 70, 8 * 32, 64
+    executor = _native.Executor(num_threads=3)
+    quants = [rng.integers(0, 256, (count, k // 2)).astype(np.uint8) for count in (n - 9, 9)]
+    powers = np.resize(np.arange(255, dtype=np.uint8), (n, 8))
+    wide = np.maximum(powers.astype(np.uint32) << 23, 1 << 22)
+    scales = wide.view(np.float32) if scale_type == "float32" else (wide >> 16).astype(np.uint16)
+    layout = {"scales": scale_type, "zeros": "none"}
+    one, other = (executor.add_matrix(n, k - first, dtype, 32, **layout) for _ in range(2))
+    parts = [slice(0, n - 9), slice(n - 9, n)]
+    settings = (4, k, 32)
+    for matrix, given, kind in ((one, scales, scale_type), (other, powers, "e8m0")):
+        assert executor.fill_quantized_rows(matrix, quants, [given[part] for part in parts], *settings, kind,
+                                            column=first) == [0, 0]
+    assert executor.panels(one).bytes().tobytes() == executor.panels(other).bytes().tobytes()
+    assert executor.source_hash(one) == executor.source_hash(other)
+    half = executor.add_matrix(n, k, dtype, 32, scales="float16", zeros="none")
+    for matrix, shared, problem in ((half, [], "scales of float32 or bfloat16"), (other, [(2, 0)] * 2, "shared")):
+        with pytest.raises(ValueError, match=problem):
+            executor.fill_quantized_rows(matrix, quants, [powers[part] for part in parts], *settings, "e8m0", 0, 0,
+                                         shared)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -237,7 +237,11 @@ class CompressedTensors:
         def rows(begin: int, end: int) -> QuantizedRows:
             return QuantizedRows(weight.values[begin:end], table.take(scales.values[begin:end]))
 
-        return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
+        def stored_rows(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+            return weight.values[begin:end], scales.values[begin:end]
+
+        return QuantizedTensor(weight.name, weight.file, rows, mapped=True,
+                               mxfp4=stored_rows if group.format == MXFP4 else None)
 
 
 def e4m3_values() -> np.ndarray:
