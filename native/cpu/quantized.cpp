@@ -117,13 +117,18 @@ void gather(const char* from, int64_t stride, int rows, int bytes, char* out) {
 }
 
 // gather() for e8m0, 2^(byte - 127), as float32 or bfloat16, whose bits begin with the exponent. 2^-127 is subnormal.
-void gather_powers(const char* from, int64_t stride, int rows, int bytes, char* out) {
-  const int shift = 8 * bytes - 9;
+template <typename Bits>
+AS_INLINE void gather_powers(const char* from, int64_t stride, int rows, char* out) {
+  constexpr int kShift = 8 * sizeof(Bits) - 9;
   for (int r = 0; r < rows; r++) {
-    const uint32_t power = (uint8_t)from[r * stride], bits = power ? power << shift : 1u << (shift - 1);
-    if (bytes == 4) std::memcpy(out + r * 4, &bits, 4);
-    else std::memcpy(out + r * 2, &bits, 2);  // the lower half
+    const auto bits = (Bits)std::max((int32_t)(uint8_t)from[r * stride] << kShift, 1 << (kShift - 1));
+    std::memcpy(out + r * sizeof bits, &bits, sizeof bits);
   }
+}
+void gather_powers(const char* from, int64_t stride, int rows, int bytes, char* out) {
+  if (bytes == 2) gather_powers<uint16_t>(from, stride, rows, out);
+  else if (stride != 1) gather_powers<uint32_t>(from, stride, rows, out);
+  else gather_powers<uint32_t>(from, 1, rows, out);  // compiles to vectors
 }
 
 // gather() for float16. Returns the number of NaN and infinite values. Eight at a time are collected in a register:
@@ -204,8 +209,7 @@ class Heads {
       bad = gather_halves(stored_.scales.at(row, group), stored_.scales.row, rows, scales);
       if (zero) bad += gather_halves(stored_.zeros.at(row, group), stored_.zeros.row, rows, zeros);
     } else {
-      if (stored_.scale_type == ScaleType::e8m0)
-        gather_powers(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
+      if (stored_.scale_type == ScaleType::e8m0) place_powers(row, rows, group, scale, scales);
       else if (stored_.scales.shared == 1)
         gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
       else
@@ -234,6 +238,21 @@ class Heads {
   }
 
  private:
+  // Places scales of e8m0. They are read and transposed for eight groups at once, if so many follow.
+  void place_powers(int64_t row, int rows, int64_t group, int bytes, char* out) {
+    const int64_t block = group / 8, first = block * 8;
+    if (rows % 8 || first + 8 > stored_.groups() || stored_.scales.step != 1)
+      return gather_powers(stored_.scales.at(row, group), stored_.scales.row, rows, bytes, out);
+    if (block != block_ || row != row_) {
+      block_ = block, row_ = row;
+      for (int r = 0; r < rows; r += 8) {
+        int8_t eight[8][16];
+        for (int i = 0; i < 8; i++) std::memcpy(eight[i], stored_.scales.at(row + r + i, first), 8);
+        transpose_bytes(eight, 0, scales_, r);
+      }
+    }
+    gather_powers(reinterpret_cast<const char*>(scales_[group - first]), 1, rows, bytes, out);
+  }
   // Unpacks the scales of a block of up to eight rows into lanes from `lane` on.
   void unpack_eight(int64_t row, int rows, int64_t block, int lane) {
     if (rows == 8 && unpack_scales_of_eight(stored_, row, block, reinterpret_cast<int8_t*>(scales_) + lane,
