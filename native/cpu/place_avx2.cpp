@@ -103,6 +103,13 @@ AS_AVX2_INLINE void store_columns(const V (&x)[8], char* first, char* second, in
   }
 }
 
+// Prefetches a cache line of each of eight of the rows that are placed next, from `first` on. Hashing, which reads them
+// first, would wait for memory, which has nothing to do while rows are placed.
+AS_AVX2_INLINE void prefetch_eight(const uint8_t* first, int64_t stride) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) __builtin_prefetch(first + i * stride, 0, 2);
+}
+
 // Moves chunks of two vectors of each row (a cache line or half of one), for all rows of the panel.
 template <Packing kPacking, int kBits>
 AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
@@ -111,6 +118,7 @@ AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t colum
   const int64_t stride = (int64_t)w.panel * 4;
   const V bias = _mm256_set1_epi8((char)w.bias), inverted = _mm256_set1_epi8((char)(w.inverted() * 0x11));
   const int end = w.k / kChunk * kChunk;
+  const int64_t bytes = stored.bytes();
   const auto place_of = [&](int k) __attribute__((always_inline)) {
     const int g = k / w.group;
     return w.weights(panel, g) + (k - g * w.group) / kUnit * stride + (int64_t)lane * 4;
@@ -119,8 +127,10 @@ AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t colum
     const int pieces = std::min(2, (end - k0) / kChunk);
     char* to[4];
     for (int i = 0; i < 2 * pieces; i++) to[i] = place_of(k0 + i * kHalf);
+    const int64_t passed = (column + k0) * bytes / stored.columns;  // of a row
     for (int r = 0; r < rows; r += 8) {
       const uint8_t* from = stored.q + (row + r) * stored.stride;
+      prefetch_eight(from + rows * stored.stride + passed, stored.stride);
       for (int piece = 0; piece < pieces; piece++) {
         V x[8];
 #pragma GCC unroll 8

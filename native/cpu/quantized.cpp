@@ -213,12 +213,8 @@ uint64_t hash_of(const char* data, int64_t stride, int64_t count, int bytes, uin
 
 // The hash of row i of a packing that is not transposed.
 uint64_t hash_of_row(const Packed& m, const StoredRows& s, int64_t i) {
-  const uint8_t* q = s.q + i * s.stride;
-  if (is_block(s.packing)) {
-    const BlockKind& kind = block_kind(s.packing);
-    return row_hash(q, s.columns / kind.values * kind.bytes, i);
-  }
-  uint64_t sum = row_hash(q, s.row_bytes(), i);
+  uint64_t sum = row_hash(s.q + i * s.stride, s.bytes(), i);
+  if (is_block(s.packing)) return sum;
   if (s.scale_type == ScaleType::e8m0) {  // as if they were stored in the matrix' type
     std::vector<char> scales(s.groups() * m.scale_bytes());
     gather_powers(s.scales.at(i, 0), s.scales.step, (int)s.groups(), m.scale_bytes(), scales.data());
@@ -230,6 +226,14 @@ uint64_t hash_of_row(const Packed& m, const StoredRows& s, int64_t i) {
   if (s.super_offsets.data)
     sum += fold(hash_of(s.super_offsets.at(i, 0), s.super_offsets.step, s.super_groups(), 2, i), kHashOfSuperOffsets);
   return sum;
+}
+
+// Maps the pages of stored rows [first, last), so that they can be prefetched.
+void touch_rows(const StoredRows& s, int64_t first, int64_t last) {
+  constexpr int64_t kPage = 4096;
+  if (first >= last) return;
+  const uint8_t* end = s.q + (last - 1) * s.stride + s.bytes();
+  for (const uint8_t* p = s.q + first * s.stride; p < end; p += kPage) (void)*static_cast<const volatile uint8_t*>(p);
 }
 
 constexpr int64_t kLines = 8;  // that are placed after another
@@ -350,6 +354,10 @@ StoredRows StoredRows::from(int64_t row) const {
   return rows;
 }
 
+int64_t StoredRows::bytes() const {
+  return is_block(packing) ? columns / block_kind(packing).values * block_kind(packing).bytes : row_bytes();
+}
+
 int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, int64_t r0,
                       int64_t r1) {
   Packed row = plain_row(out);
@@ -384,7 +392,9 @@ Placed place_rows(const Packed& w, const StoredRows& stored, int64_t count, int6
     hashes.add(0, (stored.columns + in_line - 1) / in_line);
     placed.hash = hashes.end(w, key);
   } else {
-    for (int64_t i = r0 - row_offset; i < r1 - row_offset; i++) placed.hash += fold(hash_of_row(w, stored, i), key + i);
+    const int64_t first = r0 - row_offset, last = r1 - row_offset;
+    for (int64_t i = first; i < last; i++) placed.hash += fold(hash_of_row(w, stored, i), key + i);
+    if (!is_small_float(w.format)) touch_rows(stored, last, std::min(count, 2 * last - first));
   }
   placed.bad = place_any(w, stored, row_offset, column, r0, r1);
   return placed;

@@ -84,6 +84,8 @@ struct StoredRows : RowShape {
   int64_t super_groups() const { return super_group ? (columns + super_group - 1) / super_group : 0; }
   // The rows from `row` on.
   StoredRows from(int64_t row) const;
+  // Bytes of a row whose packing is not transposed.
+  int64_t bytes() const;
   // How many rows are hashed together for Weights::source_hash().
   int64_t hashed_together() const {
     return packing == Packing::words ? kHashedWords : packing == Packing::octets ? kHashedOctets : 1;
