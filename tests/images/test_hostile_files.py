@@ -88,7 +88,7 @@ def test_crafted_files(rng, bounded):
         assert problem or not expected, name
 
 
-@pytest.mark.parametrize("seconds, side", [(0.2, 1000), pytest.param(2.0, 4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds, side", [(0.2, 2500), pytest.param(2.0, 4000, marks=pytest.mark.slow)])
 def test_an_image_that_takes_long(tmp_path, monkeypatch, seconds, side):
     """A JPEG file of 500 scans, each of which covers the image."""
     monkeypatch.setattr(decoding, "SECONDS", seconds)
