@@ -111,11 +111,11 @@ def test_a_lost_rank_ends_the_group_and_requests_go_on(group, first, victim):
         prompt, generate = PROBES[1]
         _, _, results = group.engine.start_request(
             name, {"input_ids": prompt}, {**generate, "max_new_tokens": 200, "eos_token_id": -1})
-        results.Get()       # it runs
+        ids = list(results.Get().ids_from_generate)     # it runs
         lost.send_signal(signal.SIGKILL)
         wait_for(lambda: len(ranks_of(group.supervisor)) == len(before)
                  and not {process.pid for process in ranks_of(group.supervisor)} & before, 60)
-        ids = [i for elements in results for i in elements.ids_from_generate]
-        assert ids and results.GenerateStatus().name == "GenerateFinished"
+        ids += [i for elements in results for i in elements.ids_from_generate]
+        assert len(ids) == 200 and results.GenerateStatus().name == "GenerateFinished"
         assert run_alone(group.engine, name) == first
 

@@ -164,7 +164,7 @@ def test_messages_and_rows_are_counted():
         models = [RankModels(rank, 3, runner.shared_memory) for rank, runner in enumerate(driver.runners)]
         for model, runner in zip(models, driver.runners):
             model.runners["m"] = runner
-        assert all(seconds > 0 for seconds in wait)
+        assert max(wait) > 0        # on a busy machine a rank may always find its message
         assert [model.numbers.get("expert_messages") for model in models] == [None, 7 * layers, 7 * layers]
         models[1]._unload("m")      # a counter does not fall
         assert models[1].numbers["expert_rows"] == 80 * layers and not models[1].runners
