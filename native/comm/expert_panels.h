@@ -1,5 +1,5 @@
 // How ranks of experts lay out their matrices in memory, and how the model's rank of a mixed group finds them, so that
-// its GPU can copy and compute them (cuda/memory/expert_stream.h).
+// its GPU can copy and compute them (cuda/expert_stream.h).
 //
 // A rank of experts keeps its matrices in a SharedBlock. It describes them in another one, which the model's rank reads
 // when ranks connect. What the CUDA backend calls is defined here, because it is a library of its own.

@@ -34,6 +34,14 @@ ExactGate gate_of(ExpertGate gate) {
 
 }  // namespace
 
+void group_choices(const Routing& chosen, int begin, int end, int rows, Routing& own, const Queue& queue) {
+  own.shares = chosen.shares, own.begin = begin, own.end = end;
+  check(cudaMemcpyAsync(own.entry_of, chosen.entry_of, rows * chosen.top * sizeof(int), cudaMemcpyDeviceToDevice,
+                        queue.stream),
+        "copying choices of experts");
+  group_entries(own, rows, kExactTile, queue);
+}
+
 ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits)
     : device_(device), panels_(std::move(panels)) {
   if (!panels_ || limits.rows < 1 || limits.top < 1 || limits.top > kMaxTop)
@@ -223,16 +231,11 @@ void ExpertStream::run(int layer, const float* x, const Routing& chosen, int row
   const Queue queue = device_.queue();
   const int entries = rows * chosen.top;
   Routing routing = routing_;
-  routing.shares = chosen.shares, routing.begin = routing.end = 0;
+  routing.begin = routing.end = 0;
   for (int rank = 0; rank < panels_->ranks(); rank++) {
     const Layer& of = layers_[rank][layer];
-    if (routing.begin != of.begin || routing.end != of.end) {
-      routing.begin = of.begin, routing.end = of.end;
-      check(cudaMemcpyAsync(routing.entry_of, chosen.entry_of, entries * sizeof(int), cudaMemcpyDeviceToDevice,
-                            queue.stream),
-            "copying choices of experts");
-      group_entries(routing, rows, kExactTile, queue);
-    }
+    if (routing.begin != of.begin || routing.end != of.end)
+      group_choices(chosen, of.begin, of.end, rows, routing, queue);
     const auto products = [&](ExactGemm& p, bool down) {
       multiply(rank, p, down ? of.down_at : of.gate_up_at, entries);
     };

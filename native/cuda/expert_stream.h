@@ -16,6 +16,10 @@ struct StreamLimits {
   int first_rows = -1;    // rows of a step from which on experts are copied; -1: chosen from measured speeds; 0: never
 };
 
+// Groups the entries of a rank's experts [begin, end), as exact_layer.h takes them, in an own routing. chosen: the
+// experts of each row in entry_of, negative for padding rows, and their weights.
+void group_choices(const Routing& chosen, int begin, int end, int rows, Routing& own, const Queue& queue);
+
 class ExpertStream {
  public:
   struct Layer : ExactLayer {
@@ -41,7 +45,6 @@ class ExpertStream {
   void copy(char* to, int rank, uint64_t at, size_t bytes, cudaStream_t stream) const;
   double bandwidth() const { return bandwidth_; }              // bytes/s over PCIe
   double pinning_seconds() const { return pinning_seconds_; }  // that pinning took
-  size_t bytes() const { return fixed_.size() + memory_.size(); }
   // Rows, over all layers, that were computed here.
   int64_t computed_rows() const { return computed_rows_; }
   // Throws std::invalid_argument unless the layer takes rows of such widths with `top` experts each.

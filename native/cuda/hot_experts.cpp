@@ -92,11 +92,7 @@ void HotExperts::multiply(int layer, const float* x, const Routing& chosen, int 
   for (int rank = 0; rank < source_.ranks(); rank++) {
     const ExpertStream::Layer& of = source_.layer(rank, layer);
     Routing& routing = routings_[rank];
-    routing.shares = chosen.shares, routing.begin = of.begin, routing.end = of.end;
-    check(cudaMemcpyAsync(routing.entry_of, chosen.entry_of, entries * sizeof(int), cudaMemcpyDeviceToDevice,
-                          queue.stream),
-          "copying choices of experts");
-    group_entries(routing, rows, kExactTile, queue);
+    group_choices(chosen, of.begin, of.end, rows, routing, queue);
     const auto products = [&](ExactGemm& p, bool down) {
       p.experts = on_gpu<const char*>((down ? layers_[layer].down : layers_[layer].gate_up)[rank]);
       gemm_exact(p, entries, queue);

@@ -10,6 +10,7 @@
 #include "cuda/chip_bindings.h"
 #include "cuda/exact_bindings.h"
 #include "cuda/executor.h"
+#include "cuda/expert_bindings.h"
 #include "cuda/kernels/attention/indexer.h"
 #include "cuda/memory/roofline.h"
 #include "cuda/weights/dtype16.h"
@@ -500,46 +501,12 @@ PYBIND11_MODULE(_cuda, m) {
       "divided; without it the model is whole.");
   executor.def("set_exchange", &CudaExecutor::set_exchange, py::arg("exchange"),
                "Sets the connected ExpertExchange of a mixed group, before allocate().");
-  executor.def(
-      "stream_experts",
-      [](CudaExecutor& e, std::shared_ptr<ExpertPanels> panels, int max_rows, int top, size_t bytes, int first_rows,
-         size_t hot_bytes) {
-        {
-          py::gil_scoped_release release;
-          e.stream_experts(std::move(panels), {max_rows, top, bytes, first_rows}, hot_bytes);
-        }
-        const ExpertStream& stream = *e.expert_stream();
-        py::dict found;
-        found["first_rows"] = stream.first_rows(), found["bandwidth"] = stream.bandwidth();
-        found["hot_experts"] = e.hot_experts() ? e.hot_experts()->capacity() : 0;
-        found["pinning_seconds"] = stream.pinning_seconds(), found["bytes"] = stream.bytes();
-        return found;
-      },
-      py::arg("panels"), py::arg("max_rows"), py::arg("top"), py::arg("bytes"), py::arg("first_rows") = -1,
-      py::arg("hot_bytes") = 0,
-      "Between set_exchange() and allocate(): in steps of at least first_rows rows (-1: chosen from measured speeds; "
-      "0:\n"
-      "never) the GPU computes the experts itself, whose matrices it copies from the ranks' memory (ExpertPanels).\n"
-      "max_rows, top: rows of the largest step, and experts of a row. bytes: of the GPU's memory that may be taken.\n"
-      "hot_bytes: more of it, for experts that are chosen most; not 0: ranks of experts return entries. Returns\n"
-      "first_rows, bandwidth (bytes/s), hot_experts, pinning_seconds, bytes. Raises ValueError or RuntimeError that "
-      "says\n"
-      "why that is impossible; then ranks of experts compute all steps.");
-  executor.def_property_readonly(
-      "expert_uses",
-      [](const CudaExecutor& e) {
-        const HotExperts* const hot = e.hot_experts();
-        return hot ? std::make_pair(hot->hits(), hot->entries()) : std::make_pair((int64_t)0, (int64_t)0);
-      },
-      "How many entries were of hot experts, and how many there were, in steps that ranks of experts computed, too.");
-  executor.def_property_readonly(
-      "streamed_rows", [](const CudaExecutor& e) { return e.expert_stream() ? e.expert_stream()->computed_rows() : 0; },
-      "How many rows, over all layers, had their experts computed by the GPU after stream_experts().");
   bind_kernel_choice(m);
   bind_adapters(m);
   bind_model<CudaExecutor>(executor);
   bind_weights(executor);
   bind_exact(executor);
+  bind_expert_stream(executor);
   executor
       .def(
           "share",

@@ -81,16 +81,19 @@ class Device {
   int sm_count() const { return sm_count_; }
   const std::string& name() const { return name_; }
   cudaStream_t stream() const { return stream_; }
-  // A second stream: its launches after fork() follow what stream() has got so far, and launches to stream() after
-  // join() follow them.
-  cudaStream_t side() const { return side_; }
+  // Launches to side_queue() after fork() follow what stream() has got so far, and launches to stream() after join()
+  // follow them.
   void fork() const;
   void join() const;
   // dtype: the type of 16-bit weights.
   Chip chip(DType16 dtype) const;
   const ChipCosts& costs() const { return costs_; }
   Queue queue() const { return {stream_, capability_, scratch_, false, &costs_}; }
-  Queue side_queue() const { return {side_, capability_, scratch_, false, &costs_}; }
+  Queue side_queue() const {
+    Queue queue = this->queue();
+    queue.stream = side_;
+    return queue;
+  }
   size_t free_bytes() const;
 
  private:

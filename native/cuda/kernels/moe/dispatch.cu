@@ -101,13 +101,19 @@ __device__ void await_rank(const ExpertMemory& m, int r, uint32_t message) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    returned_kernel(const __grid_constant__ ExpertMemory m, float* y, int width, int rows) {
+// Waits, by a CTA, until all ranks have answered the latest message. Returns its number of rows.
+__device__ int await_ranks(const ExpertMemory& m) {
   after_previous();
   const uint32_t message = m.local[kMessages];
   const int there = (int)m.local[kRows];
   if (threadIdx.x < m.ranks) await_rank(m, threadIdx.x, message);
   __syncthreads();
+  return there;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    returned_kernel(const __grid_constant__ ExpertMemory m, float* y, int width, int rows) {
+  const int there = await_ranks(m);
   const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
   const size_t values = (size_t)rows * width, sent = (size_t)there * width;
   if (width % 4 == 0) {
@@ -147,11 +153,7 @@ template <int kWide>
 __global__ void __launch_bounds__(kThreads)
     returned_entries_kernel(const __grid_constant__ ExpertMemory m, const __grid_constant__ MetEntries met, float* y,
                             int width, int rows) {
-  after_previous();
-  const uint32_t message = m.local[kMessages];
-  const int there = (int)m.local[kRows];
-  if (threadIdx.x < m.ranks) await_rank(m, threadIdx.x, message);
-  __syncthreads();
+  const int there = await_ranks(m);
   const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
   for (size_t i = first; i < (size_t)rows * width / kWide; i += stride) {
     const int row = (int)(i * kWide / width), column = (int)(i * kWide % width);

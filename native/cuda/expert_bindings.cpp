@@ -1,0 +1,49 @@
+#include "cuda/expert_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <utility>
+
+namespace py = pybind11;
+
+namespace as::cuda {
+
+void bind_expert_stream(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>>& executor) {
+  executor.def(
+      "stream_experts",
+      [](CudaExecutor& e, std::shared_ptr<ExpertPanels> panels, int max_rows, int top, size_t bytes, int first_rows,
+         size_t hot_bytes) {
+        {
+          py::gil_scoped_release release;
+          e.stream_experts(std::move(panels), {max_rows, top, bytes, first_rows}, hot_bytes);
+        }
+        const ExpertStream& stream = *e.expert_stream();
+        py::dict found;
+        found["first_rows"] = stream.first_rows(), found["bandwidth"] = stream.bandwidth();
+        found["hot_experts"] = e.hot_experts() ? e.hot_experts()->capacity() : 0;
+        found["pinning_seconds"] = stream.pinning_seconds();
+        return found;
+      },
+      py::arg("panels"), py::arg("max_rows"), py::arg("top"), py::arg("bytes"), py::arg("first_rows") = -1,
+      py::arg("hot_bytes") = 0,
+      "Between set_exchange() and allocate(): in steps of at least first_rows rows (-1: chosen from measured speeds; "
+      "0:\n"
+      "never) the GPU computes the experts itself, whose matrices it copies from the ranks' memory (ExpertPanels).\n"
+      "max_rows, top: rows of the largest step, and experts of a row. bytes: of the GPU's memory that may be taken.\n"
+      "hot_bytes: more of it, for experts that are chosen most; not 0: ranks of experts return entries. Returns\n"
+      "first_rows, bandwidth (bytes/s), hot_experts, pinning_seconds. Raises ValueError or RuntimeError that "
+      "says\n"
+      "why that is impossible; then ranks of experts compute all steps.");
+  executor.def_property_readonly(
+      "expert_uses",
+      [](const CudaExecutor& e) {
+        const HotExperts* const hot = e.hot_experts();
+        return hot ? std::make_pair(hot->hits(), hot->entries()) : std::make_pair((int64_t)0, (int64_t)0);
+      },
+      "How many entries were of hot experts, and how many there were, in steps that ranks of experts computed, too.");
+  executor.def_property_readonly(
+      "streamed_rows", [](const CudaExecutor& e) { return e.expert_stream() ? e.expert_stream()->computed_rows() : 0; },
+      "How many rows, over all layers, had their experts computed by the GPU after stream_experts().");
+}
+
+}  // namespace as::cuda
