@@ -14,6 +14,7 @@ from allspark_server.models.graph import Op
 from allspark_server.models.roles import expert_ops
 from allspark_server.runtime.native import DeviceLost, native_library
 from allspark_server.runtime.rank_model import RankModel
+from allspark_server.runtime.roles import Role
 from allspark_server.weights.loader import column_slice
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,20 @@ def reason_against(model: RankModel, config: AsModelConfig, unit: str) -> str:
         return ("the system gives shared memory no huge pages, without which decoding is slower (set "
                 "expert_streaming_rows, or write 'advise' to /sys/kernel/mm/transparent_hugepage/shmem_enabled)")
     return ""
+
+
+def rank_bytes(model: RankModel, config: AsModelConfig, unit: str, role: Role, rows: int, ranks: int) -> int | None:
+    """What a rank of a mixed group takes of the GPU's memory: stream_bytes() on the model's rank, 0 on the others; None
+    if the GPU computes no experts. AllSparkError if hot_expert_memory asks for what is not possible.
+    """
+    if reason := reason_against(model, config, unit):
+        if config.hot_expert_memory:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"hot_expert_memory={config.hot_expert_memory} is not possible: {reason}")
+        if role.experts and unit.startswith("CUDA:"):
+            logger.info("rank %d: experts of long prompts are computed by CPUs: %s", 1 + role.rank, reason)
+        return None
+    return 0 if role.experts else stream_bytes(model, rows, ranks)
 
 
 def stream_bytes(model: RankModel, rows: int, ranks: int) -> int:

@@ -138,7 +138,7 @@ class ModelRunner:
                            for draft in self._drafts)
         messages = images = host_cache = 0
         if role.mixed:
-            self._streaming = self._stream_bytes()
+            self._streaming = expert_streams.rank_bytes(model, config, self._unit, role, sizes.rows, self.world - 1)
             self._exchange_sizes = exchange_sizes(model.whole, sizes.rows, role.entries)
             messages = native_library().ExpertExchange.bytes_needed(**self._exchange_sizes, holds_experts=role.experts)
         if self.tower is not None and not self.rank:
@@ -152,18 +152,6 @@ class ModelRunner:
             tower=self.tower.memory if self.tower is not None else 0, messages=messages, images=images,
             host_cache=host_cache, span_bytes=self._span_bytes, in_host_memory=device.host_memory,
             streaming=self._streaming + config.hot_expert_memory if self._streaming else 0)
-
-    def _stream_bytes(self) -> int | None:
-        """Bytes of the GPU's memory for experts that it computes itself; 0 on ranks of experts; None: it does not."""
-        model = self._shard
-        if reason := expert_streams.reason_against(model, self.config, self._unit):
-            if self.config.hot_expert_memory:
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                    f"hot_expert_memory={self.config.hot_expert_memory} is not possible: {reason}")
-            if self.role.experts and self._unit.startswith("CUDA:"):
-                logger.info("rank %d: experts of long prompts are computed by CPUs: %s", self.rank, reason)
-            return None
-        return 0 if self.role.experts else expert_streams.stream_bytes(model, self._sizes.rows, self.world - 1)
 
     def load(self) -> int:
         """Opens and loads the model; returns the number of cache spans that fit. Raises AllSparkError on failure."""
