@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -22,6 +22,9 @@ from ..tokenizer.vocabularies import tokenizer_json
 from .checker import Checker, TooCostly, new_matcher, read_tokenizer
 from .reasoning import ReasoningBudget
 from .vocabulary import tokenizer_of_vocab, without_marks
+
+if TYPE_CHECKING:
+    from ..scheduler import Masked
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,10 @@ class Matcher:
         own = frozenset(tokenizer.eos_tokens)
         self._patched = () if end_ids == own else tuple((i, i in end_ids) for i in sorted(end_ids | own))
 
+    def is_end(self, token: int) -> bool:
+        """Whether this id ends the sequence."""
+        return token in self._end_ids
+
     def accept(self, ids: Iterable[int]) -> None:
         """Takes further ids of the sequence; MatcherError if the grammar does not allow them. An end id may be
         repeated.
@@ -58,7 +65,7 @@ class Matcher:
                 consumed.append(self._end if is_end else i)
             ended = ended or is_end
         if consumed and not self.inner.consume_tokens(consumed):
-            raise self.error() or MatcherError("nothing may follow the end")
+            raise self.refusal()
 
     def fill(self, row: np.ndarray) -> None:
         """Writes the mask of the next token into a uint32 row: bit i % 32 of word i / 32 is 1 if id i is allowed."""
@@ -108,20 +115,15 @@ class Matcher:
         copy.__dict__ = dict(self.__dict__, inner=self.inner.deep_copy())
         return copy
 
+    def refusal(self) -> MatcherError:
+        """Why it did not take an id."""
+        return self.error() or MatcherError("nothing may follow the end")
+
     def error(self) -> MatcherError | None:
         """The error, if there is one. An error is permanent."""
         if not self.inner.is_error():
             return None
         return MatcherError(self.inner.get_error().splitlines()[0][:300])
-
-
-@dataclass
-class Mask:
-    """A mask to write to row `index`, and the masks after each of `drafts` to the rows that follow."""
-
-    guidance: Guidance
-    index: int
-    drafts: list[int]
 
 
 class Guidance:
@@ -137,7 +139,7 @@ class Guidance:
         # On the engine's thread: the planned samples whose tokens are not known yet, and the masks that depend on them;
         # None for a sample without a mask.
         self.pending = 0
-        self.deferred: deque[Mask | None] = deque()
+        self.deferred: deque[Masked | None] = deque()
 
     @property
     def first_masked(self) -> int:
@@ -151,14 +153,26 @@ class Guidance:
 
     # The masks' thread.
 
-    def advance(self, ids: list[int]) -> None:
-        """Advances the matcher by sampled ids. Raises MatcherError at the first ids that the grammar does not allow."""
+    def takes_single(self, ids: list[int]) -> LLMatcher | None:
+        """What must take the only one of these ids, before `advance` is told whether it did; or None."""
+        matcher = self._matcher
+        if len(ids) != 1 or matcher is None or self.budget is not None or self._failed or matcher.is_end(ids[0]):
+            return None
+        return matcher.inner
+
+    def advance(self, ids: list[int], accepted: bool | None = None) -> None:
+        """Advances the matcher by sampled ids. Raises MatcherError at the first ids that the grammar does not allow.
+        `accepted`: whether the matcher took them, if it has been asked already (`takes_single`).
+        """
         self._length += len(ids)
         if self.budget is not None:
             self.budget.accept(ids)
         if self._matcher is not None and not self._failed:
             try:
-                self._matcher.accept(ids)
+                if accepted is None:
+                    self._matcher.accept(ids)
+                elif not accepted:
+                    raise self._matcher.refusal()
                 self._forced = self._length, self._matcher.forced()[:MAX_FORCED]
                 if error := self._matcher.error():
                     raise error

@@ -11,20 +11,26 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLExecutor
 
-from .grammar import Mask, MatcherError
+from .grammar import MatcherError
 
 if TYPE_CHECKING:
     from ..scheduler import Masked, Outcome, Sequence, Step
 
+    Job = tuple[list[tuple[Masked, list[int]]], list[Masked]]   # sampled tokens, then masks that depend on them
+
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
+#: The longest time for which the engine's thread leaves the GIL to the masks of a step under way, which waits for them,
+#: before it goes on to plan the next one.
+HEAD_START_SECONDS = 0.003
 
 
 class MaskWriter:
@@ -37,27 +43,20 @@ class MaskWriter:
         self._masks, self._on_error = masks, on_error
         self._rows: np.ndarray = masks.bits
         self._executor = LLExecutor(num_threads=1)
-        self._jobs: queue.SimpleQueue[tuple[list[tuple[Sequence, list[int]]], list[Mask]] | None]
-        self._jobs = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._done, self._left = threading.Semaphore(0), 0  # jobs done, and put, that `_await` has not counted
 
     def plan(self, masked: list[Masked]) -> None:
         """Schedules the writing of a planned step's masks. Call this before the step is submitted."""
-        ready: list[Mask] = []
-        clear = self._masks.clear
+        ready: list[Masked] = []
+        self._masks.clear(_rows(masked))
         for one in masked:
-            guidance = one.sequence.guidance
-            assert guidance is not None
-            mask = None
-            if one.index >= 0:
-                clear(one.index)
-                for row in range(one.index + 1, one.index + 1 + len(one.drafts)):
-                    clear(row)
-                mask = Mask(guidance, one.index, one.drafts)
+            guidance = one.guidance
             if guidance.pending:
-                guidance.deferred.append(mask)
-            elif mask is not None:
-                ready.append(mask)
+                guidance.deferred.append(one if one.index >= 0 else None)
+            elif one.index >= 0:
+                ready.append(one)
             guidance.pending += 1
         if ready:
             self._put(([], ready))
@@ -65,24 +64,24 @@ class MaskWriter:
     def complete(self, step: Step, outcome: Outcome, tokens: np.ndarray) -> None:
         """Takes the tokens of the oldest planned step, on which later masks depend."""
         sampled, ready = [], []
+        firsts, counts, ids = outcome.first.tolist(), outcome.kept.tolist(), tokens.tolist()
         for one in step.masked:
-            guidance = one.sequence.guidance
-            assert guidance is not None
+            guidance, first, kept = one.guidance, firsts[one.sample], counts[one.sample]
             guidance.pending -= 1
-            first, kept = int(outcome.first[one.sample]), int(outcome.kept[one.sample])
             if kept:
-                sampled.append((one.sequence, tokens[first : first + kept].tolist()))
+                sampled.append((one, ids[first : first + kept]))
             if guidance.deferred and (mask := guidance.deferred.popleft()) is not None:
                 ready.append(mask)
         if sampled or ready:
             self._put((sampled, ready))
+        if ready:
+            self._await()
 
     def release(self) -> None:
         """Lets steps that wait for masks continue with the masks' current content; their results are not needed. Any
         thread.
         """
-        for row in range(len(self._rows)):
-            self._masks.publish(row)
+        self._masks.publish(list(range(len(self._rows))))
 
     def close(self) -> None:
         """Ends the thread."""
@@ -92,11 +91,18 @@ class MaskWriter:
             self._thread.join(CLOSE_SECONDS)
             self._thread = None
 
-    def _put(self, job: tuple[list[tuple[Sequence, list[int]]], list[Mask]]) -> None:
+    def _put(self, job: Job) -> None:
         if self._thread is None:  # most models never need it
             self._thread = threading.Thread(target=self._run, name="allspark-masks", daemon=True)
             self._thread.start()
+        self._left += 1
         self._jobs.put(job)
+
+    def _await(self) -> None:
+        """Waits until all masks so far are written, or HEAD_START_SECONDS."""
+        limit = time.monotonic() + HEAD_START_SECONDS
+        while self._left and (seconds := limit - time.monotonic()) > 0 and self._done.acquire(timeout=seconds):
+            self._left -= 1
 
     # --- the masks' thread ---
 
@@ -108,21 +114,25 @@ class MaskWriter:
                 self._write(masks)
             except Exception:  # a bug; the steps must not wait forever
                 logger.exception("masks cannot be written")
-            for mask in masks:
-                # Publish the first row last: a step always waits for it, and all other rows are then written.
-                for row in range(mask.index + len(mask.drafts), mask.index - 1, -1):
-                    self._masks.publish(row)
+            self._masks.publish(_rows(masks))
+            self._done.release()
             job, sampled, masks = None, [], []  # keep nothing alive while waiting
 
-    def _advance(self, sampled: list[tuple[Sequence, list[int]]]) -> None:
-        for sequence, ids in sampled:
+    def _advance(self, sampled: list[tuple[Masked, list[int]]]) -> None:
+        """Advances sequences; those by one token together, without the GIL, which the engine's thread needs."""
+        single = [(matcher, ids[0]) for one, ids in sampled if (matcher := one.guidance.takes_single(ids)) is not None]
+        accepted = iter(self._executor.consume_token_par(single)) if single else iter(())
+        for one, ids in sampled:
+            guidance = one.guidance
             try:
-                assert sequence.guidance is not None
-                sequence.guidance.advance(ids)
+                if guidance.takes_single(ids) is None:
+                    guidance.advance(ids)
+                else:
+                    guidance.advance(ids, next(accepted))
             except MatcherError as error:
-                self._on_error(sequence, error)
+                self._on_error(one.sequence, error)
 
-    def _write(self, masks: list[Mask]) -> None:
+    def _write(self, masks: list[Masked]) -> None:
         """Writes masks, without the GIL unless requests have end-of-sequence ids of their own or limited reasoning.
         Masks behind a draft that the grammar does not allow stay as they are: sampling never reaches them.
         """
@@ -154,7 +164,7 @@ class MaskWriter:
                     break
                 fork.accept([draft])
 
-    def _write_limited(self, mask: Mask) -> None:
+    def _write_limited(self, mask: Masked) -> None:
         """Writes the masks of a sequence whose reasoning is limited."""
         rows, matcher, budget = self._rows, mask.guidance.matcher, mask.guidance.budget
         if mask.drafts:
@@ -172,3 +182,12 @@ class MaskWriter:
                 matcher.accept([draft])
             if budget is not None:
                 budget.accept([draft])
+
+
+def _rows(masked: list[Masked]) -> list[int]:
+    """The rows of their masks."""
+    rows = [one.index for one in masked if one.index >= 0]
+    for one in masked:
+        if one.drafts:
+            rows += range(one.index + 1, one.index + 1 + len(one.drafts))
+    return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from ..cache import Copies, SpanGroups, StateCopies
 from ..runtime.plan import COPIES, STATES, NewSlot, WorkTable, encode_plan
 from .prompt_outputs import PromptOutputRows
 from .sequence import FinishReason, Sequence
+
+if TYPE_CHECKING:
+    from ..guided import Guidance
 from .speculation import DraftLengths
 
 
@@ -45,13 +48,14 @@ class Limits:
         return SpanGroups(self.span_size, self.windows, 2 * self.max_chunk, self.state_spans)
 
 
-@dataclass
+@dataclass(slots=True)
 class Masked:
     """A sample under masks. `sample`: its index among the step's samples. `index`: the row of its mask; the masks after
     its `drafts` are in the next rows. -1: it has no mask yet, but later masks depend on its tokens.
     """
 
     sequence: Sequence
+    guidance: Guidance
     sample: int
     index: int
     drafts: list[int]

@@ -113,18 +113,18 @@ class StepBuilder:
         masked: list[Masked] = []
         places, rows = [], []   # columns with masks, and their first rows
         lengths = (slots.longest[columns[WorkTable.SLOT]] - 1).tolist()
-        for sample, index in enumerate(sampling.tolist()):
+        for sample, index in enumerate(sampling.tolist()):  # runs for each row of a step, under the GIL
             sequence = sequences[index]
             guidance = sequence.guidance
             if guidance is None:
                 continue
             if guidance.first_masked > lengths[index]:
-                masked.append(Masked(sequence, sample, -1, []))
+                masked.append(Masked(sequence, guidance, sample, -1, []))
                 continue
             drafts = given.get(index, [])
             places.append(index)
             rows.append(row)
-            masked.append(Masked(sequence, sample, row, drafts))
+            masked.append(Masked(sequence, guidance, sample, row, drafts))
             row += 1 + len(drafts)
         columns[WorkTable.MASK, places] = np.array(rows, np.int32) + 1
         return masked

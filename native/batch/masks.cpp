@@ -12,20 +12,18 @@ void Masks::check(int index) const {
     throw std::out_of_range("mask " + std::to_string(index) + " of " + std::to_string(rows()));
 }
 
-void Masks::publish(int index) {
-  check(index);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    ready_[index] = true;
-  }
+void Masks::mark(const std::vector<int>& rows, bool ready) {
+  for (const int row : rows) check(row);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const int row : rows) ready_[row] = ready;
+}
+
+void Masks::publish(const std::vector<int>& rows) {
+  mark(rows, true);
   published_.notify_all();
 }
 
-void Masks::clear(int index) {
-  check(index);
-  std::lock_guard<std::mutex> lock(mutex_);
-  ready_[index] = false;
-}
+void Masks::clear(const std::vector<int>& rows) { mark(rows, false); }
 
 const uint32_t* Masks::wait(int index, double timeout) {
   check(index);

@@ -19,10 +19,10 @@ class Masks {
   int words() const { return words_; }  // per row
   // The row must not be written between publish() and the end of the step that uses it.
   uint32_t* row(int index) { return bits_.data() + (size_t)index * words_; }
-  // Marks a row as written and wakes its waiters. Throws std::out_of_range for an index out of range.
-  void publish(int index);
-  // Marks a row as not written.
-  void clear(int index);
+  // Marks rows as written and wakes their waiters. Throws std::out_of_range for an index out of range.
+  void publish(const std::vector<int>& rows);
+  // Marks rows as not written.
+  void clear(const std::vector<int>& rows);
   // Waits until the row is published. Throws std::runtime_error after `timeout` seconds or after fail().
   const uint32_t* wait(int index, double timeout);
   // Ends all present and future waits with this message.
@@ -30,6 +30,7 @@ class Masks {
 
  private:
   void check(int index) const;
+  void mark(const std::vector<int>& rows, bool ready);
 
   const int words_;
   std::vector<uint32_t> bits_;

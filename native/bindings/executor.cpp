@@ -435,9 +435,9 @@ void bind_executor(py::module_& m) {
           "uint32 [rows, words]: bit i % 32 of word i / 32 allows id i. A row must be written before publish(), and "
           "not\n"
           "again until the step that samples under it was collected.")
-      .def("publish", &Masks::publish, py::arg("row"), "Marks a row as written and wakes the step that waits for it.")
-      .def("clear", &Masks::clear, py::arg("row"),
-           "Marks a row as not written. To be called before the plan that names it.")
+      .def("publish", &Masks::publish, py::arg("rows"), "Marks rows as written and wakes the step that waits for them.")
+      .def("clear", &Masks::clear, py::arg("rows"),
+           "Marks rows as not written. To be called before the plan that names them.")
       .def("fail", &Masks::fail, py::arg("message"), "Ends all present and future waits with an error.");
 
   const py::class_<StepModel, std::shared_ptr<StepModel>> step_model(m, "StepModel", "A rank's model on any device.");

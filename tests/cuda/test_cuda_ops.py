@@ -405,7 +405,7 @@ def test_masks_hidden_states_and_prompt_logprobs():
     mask = np.zeros((4, 2), np.uint32)
     mask[1, 1] = 1 << 9  # id 41
     gpu.masks.bits[:] = mask
-    gpu.masks.publish(1)
+    gpu.masks.publish([1])
     prompts = [np.random.default_rng(SEED + i).integers(0, VOCAB, 20).tolist() for i in range(3)]
     data = plan([item(0, 20, SAMPLE, spans=[0, 1], mask=2), item(1, 20, HIDDEN, outputs=5, spans=[2, 3]),
                  item(2, 20, PROMPT | SAMPLE, outputs=20, spans=[4, 5])], [start(i, p) for i, p in enumerate(prompts)])

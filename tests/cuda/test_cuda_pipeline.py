@@ -100,10 +100,10 @@ def test_masks_that_are_written_when_the_last_step_was_collected():
         masks.bits[row] = 0
         for id_ in range(last * 7 % 100, VOCAB, 97):
             masks.bits[row, id_ // 32] |= np.uint32(1) << np.uint32(id_ % 32)
-        masks.publish(row)
+        masks.publish([row])
 
     for i, step in enumerate(steps):
-        masks.clear(i % 2)
+        masks.clear([i % 2])
         stepper.submit(head.e, step)
         if i:
             publish(i - 1)

@@ -30,7 +30,7 @@ def runner_of(path: Path, threads: int = 1) -> ModelRunner:
     runner.allocate_cache(Plans.SPANS)
     runner.masks.bits[:] = 0xFFFFFFFF
     for row in range(len(runner.masks.bits)):  # a changed plan may name any
-        runner.masks.publish(row)
+        runner.masks.publish([row])
     return runner
 
 

@@ -217,14 +217,8 @@ def test_a_vocabulary_of_the_request():
 
 
 def test_a_grammar_that_llguidance_gives_up_ends_its_request_alone(monkeypatch):
-    accept, calls = Matcher.accept, itertools.count()
-
-    def fails(self, ids):
-        accept(self, ids)
-        if next(calls) == 5:
-            raise MatcherError("too complex")
-
-    monkeypatch.setattr(Matcher, "accept", fails)
+    calls = itertools.count()
+    monkeypatch.setattr(Matcher, "error", lambda self: MatcherError("too complex") if next(calls) == 5 else None)
     with engine_with() as (engine, name):
         other = engine.start_request(name, {"text": "Once"}, {"max_new_tokens": 60, "early_stopping": False})[2]
         queue = engine.start_request(name, {"text": "Once"}, {"response_format": EXPRESSION})[2]

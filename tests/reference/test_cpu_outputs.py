@@ -63,7 +63,7 @@ class Cpu:
 
     def write(self, row: int, mask: np.ndarray) -> None:
         self.masks.bits[row] = mask
-        self.masks.publish(row)
+        self.masks.publish([row])
 
 
 def reference(world: int = 1):
@@ -201,4 +201,4 @@ def test_masks_are_checked():
     assert masks.bits.shape == (2, 2) and masks.bits.dtype == np.uint32
     for wrong in (-1, 2):
         with pytest.raises(IndexError, match=f"mask {wrong} of 2"):
-            masks.publish(wrong)
+            masks.publish([0, wrong])

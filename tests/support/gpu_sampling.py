@@ -80,9 +80,9 @@ class Head:
             work.append(WorkItem(slot, len(history), flags, spans=spans, outputs=outputs,
                                  mask=0 if mask is None else slot + 1))
             if mask is not None and self.rank == 0:  # the other ranks get their masks from rank 0
-                masks.clear(slot)
+                masks.clear([slot])
                 masks.bits[slot, :len(mask)] = mask
-                masks.publish(slot)
+                masks.publish([slot])
         return StepPlan(new=new, work=work)
 
     def draws(self, cases: list[Case], flags: int = SAMPLE, outputs: int = 1):
