@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-#: The longest time for which the engine's thread leaves the GIL to the masks of a step under way, which waits for them,
-#: before it goes on to plan the next one.
-HEAD_START_SECONDS = 0.003
 
 
 class MaskWriter:
@@ -45,7 +41,6 @@ class MaskWriter:
         self._executor = LLExecutor(num_threads=1)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._done, self._left = threading.Semaphore(0), 0  # jobs done, and put, that `_await` has not counted
 
     def plan(self, masked: list[Masked]) -> None:
         """Schedules the writing of a planned step's masks. Call this before the step is submitted."""
@@ -74,8 +69,6 @@ class MaskWriter:
                 ready.append(mask)
         if sampled or ready:
             self._put((sampled, ready))
-        if ready:
-            self._await()
 
     def release(self) -> None:
         """Lets steps that wait for masks continue with the masks' current content; their results are not needed. Any
@@ -95,14 +88,7 @@ class MaskWriter:
         if self._thread is None:  # most models never need it
             self._thread = threading.Thread(target=self._run, name="allspark-masks", daemon=True)
             self._thread.start()
-        self._left += 1
         self._jobs.put(job)
-
-    def _await(self) -> None:
-        """Waits until all masks so far are written, or HEAD_START_SECONDS."""
-        limit = time.monotonic() + HEAD_START_SECONDS
-        while self._left and (seconds := limit - time.monotonic()) > 0 and self._done.acquire(timeout=seconds):
-            self._left -= 1
 
     # --- the masks' thread ---
 
@@ -115,7 +101,6 @@ class MaskWriter:
             except Exception:  # a bug; the steps must not wait forever
                 logger.exception("masks cannot be written")
             self._masks.publish(_rows(masks))
-            self._done.release()
             job, sampled, masks = None, [], []  # keep nothing alive while waiting
 
     def _advance(self, sampled: list[tuple[Masked, list[int]]]) -> None:
