@@ -2,7 +2,7 @@
 
     bench_mixed.py [gpt-oss-120b|30b-a3b] [--layers 12] [--gpu 0] [--threads 14] [--weight-dtype auto]
                    [--requests 1,4,16] [--prompts 2048,8192] [--streaming 0,-1] [--step-tokens 0] [--skew 0]
-                   [--hot 0] [--folder /dev/shm]
+                   [--hot 0] [--expert-ranks 0] [--profile] [--folder /dev/shm]
 
 The checkpoint has the model's shape with fewer layers, and random weights. `allspark serve --experts-on cpu` serves it;
 ClientEngine asks.
@@ -19,6 +19,8 @@ the experts of prompts, -1: the GPU does, from a number of rows that is chosen. 
 
 --skew 1: the routers of gpt-oss choose experts about by Zipf's law with this exponent, and tokens are sampled. --hot:
 gigabytes of hot experts on the GPU for the whole model, of which the measured layers have their part; each is served.
+--expert-ranks: how many ranks hold a slice of every expert, with --threads each; 0: one for each node.
+--profile: prints the time of each op after decoding and after the last prompts, of both sides; steps take longer then.
 """
 
 from __future__ import annotations
@@ -182,6 +184,8 @@ def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: f
         options["gpus"] = [given.gpu]
     if given.threads:
         options["cpus_per_rank"] = given.threads
+    if given.expert_ranks:
+        options["ranks"] = 1 + given.expert_ranks
     file = Path(fields["model_path"]) / "group.json"
     file.write_text(json.dumps(options))
     began = time.perf_counter()
@@ -200,6 +204,9 @@ def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: f
                   f"{least / step:.2f} of the ceiling; whole model at most {1e3 * whole:.1f} ms, "
                   f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})"
                   + expert_uses(group.addresses[0]), flush=True)
+        if given.profile:
+            asked(engine, 1, 32, TOKENS, rng)
+            print(engine.get_op_profiling_info("m"), flush=True)
         for length in (int(n) for n in given.prompts.split(",") if n):
             seconds = min(asked(engine, 1, length, 1, rng)[0] for _ in range(3))
             steps = -(-length // fields["max_step_tokens"])
@@ -207,6 +214,10 @@ def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: f
             print(f"prompt {length}: {1e3 * seconds:.0f} ms, {length / seconds:.0f} tokens/s, whole model "
                   f"{length / seconds * given.layers / shape.layers:.0f}; weights over PCIe {1e3 * sent:.0f} ms, "
                   f"{sent / seconds:.2f} of that rate", flush=True)
+        if given.profile and given.prompts:
+            engine.get_op_profiling_info("m")   # from now on
+            asked(engine, 1, length, 1, rng)
+            print(engine.get_op_profiling_info("m"), flush=True)
 
 
 def main() -> None:
@@ -222,11 +233,13 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--hot", default="0")
+    parser.add_argument("--expert-ranks", type=int, default=0)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", default="/dev/shm")
     given = parser.parse_args()
     shape = SHAPES[given.shape]
     cpus = sorted(os.sched_getaffinity(0))
-    threads = given.threads or max(len(cpus) - 2, 1)
+    threads = given.threads * max(given.expert_ranks, 1) or max(len(cpus) - 2, 1)
     bandwidth = read_bandwidth(cpus[:threads])
     pcie = copy_bandwidth(given.gpu) if given.gpu >= 0 else 50e9
     numbers = [int(n) for n in given.requests.split(",") if n]

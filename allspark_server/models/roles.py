@@ -35,16 +35,17 @@ def model_part(graph: Graph) -> Graph:
     return _part(graph, ops)
 
 
-def experts_part(graph: Graph, entries: bool = False) -> Graph:
+def experts_part(graph: Graph, entries: bool = False, either: bool = False) -> Graph:
     """What the ranks of experts compute. entries: they return a row's entries, not their sum, because the model's rank
-    computes other entries of the row. ValueError as model_part().
+    computes other entries of the row; either: if a message asks for them. ValueError as model_part().
     """
     ops: list[Op] = []
     for layer in _layers(graph):
         *products, combine = (graph.ops[number] for number in layer.numbers)
         ops += [Op("dispatched_rows", (), (layer.source,)),
                 Op("dispatched_choices", (layer.source,), (layer.routed,), attrs={"experts": layer.experts}), *products]
-        ops += [Op("return_sums", combine.inputs[:1])] if entries else [combine, Op("return_sums", (layer.sums,))]
+        returned = (layer.sums, *combine.inputs[:1]) if either else (layer.sums,)
+        ops += [Op("return_sums", combine.inputs[:1])] if entries else [combine, Op("return_sums", returned)]
     part = _part(graph, ops)
     part.cache_groups = [CacheGroup()]
     return part

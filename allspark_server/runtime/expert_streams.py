@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 #: bytes that are copied at a time, and how many of these parts the GPU's memory holds
 PART, PARTS = 64 << 20, 4
+#: experts of a layer that ranks of experts compute while the GPU copies and computes the others; -1: chosen from
+#: measured speeds and uses. In steps of up to SPLIT_ROWS rows: messages need room for entries, and a rank copies all
+#: rows of its messages, which takes longer than it saves in larger steps
+BY_RANKS, SPLIT_ROWS = -1, 2048
 #: what may come between the two products of an expert
 GATES = {"silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_silu_mul"}
 WITH_BYTES = ("w8a8", "w4a8")    # formats whose activations have 8 bits, not 16
@@ -63,9 +67,18 @@ def rank_bytes(model: RankModel, config: AsModelConfig, unit: str, role: Role, r
     return 0 if role.experts else stream_bytes(model, rows, ranks)
 
 
+def entry_rows(role: Role, streaming: int | None) -> int:
+    """Rows of the largest message that asks ranks of experts for entries; streaming: what rank_bytes() says."""
+    return SPLIT_ROWS if BY_RANKS and role.either and streaming is not None else 0
+
+
 def stream_bytes(model: RankModel, rows: int, ranks: int) -> int:
     """Bytes of the GPU's memory for steps of up to `rows` rows, with so many ranks of experts, on the model's rank."""
-    fixed = scratch = largest = stack = routing = 0
+    fixed = scratch = largest = stack = routing = split = 0
+    split_rows = min(rows, SPLIT_ROWS) if BY_RANKS else 0
+
+    def routing_bytes(entries: int, experts: int) -> int:
+        return 14 * entries + 16 * experts + (8 << 10) if entries else 0
     for ops in expert_ops(model.whole):
         for rank in range(ranks):
             sizes = [_sizes(model, op, rank, ranks) for op in (ops[0], ops[2])]
@@ -74,11 +87,14 @@ def stream_bytes(model: RankModel, rows: int, ranks: int) -> int:
             top = model.whole.row_sets[model.whole.tensors[ops[0].outputs[0]].rows].times
             entries = rows * top
             scratch = max(scratch, rows * first_row + entries * (2 * n + second_row + 4 * width) + (8 << 10))
-            routing = max(routing, 14 * entries + 16 * end + (8 << 10))
+            routing = max(routing, routing_bytes(entries, end))
+            split = max(split, ranks * routing_bytes(split_rows * top, end)
+                        + (ranks - 1) * split_rows * top * 4 * width)
             largest = max(largest, first_bytes, second_bytes)
             stack = max(stack, (end - begin) * max(first_bytes, second_bytes))
             fixed += sum(_vector_bytes(model, op, rank, ranks) for op in (ops[0], ops[2]))
-    return fixed + scratch + routing + PARTS * (min(max(largest, PART), max(stack, 1 << 16)) + 256)
+            fixed += 4 * end if split_rows else 0       # counts of uses
+    return fixed + scratch + routing + split + PARTS * (min(max(largest, PART), max(stack, 1 << 16)) + 256)
 
 
 def stream(executor: Any, addresses: Sequence[str], rows: int, top: int, size: int, config: AsModelConfig) -> None:
@@ -91,7 +107,7 @@ def stream(executor: Any, addresses: Sequence[str], rows: int, top: int, size: i
     try:
         panels = native_library().ExpertPanels([bytes.fromhex(address) for address in addresses])
         found = executor.stream_experts(panels, rows, top, size, config.expert_streaming_rows,
-                                        config.hot_expert_memory)
+                                        config.hot_expert_memory, BY_RANKS, SPLIT_ROWS)
     except DeviceLost:
         raise
     except (RuntimeError, ValueError) as error:
@@ -103,6 +119,9 @@ def stream(executor: Any, addresses: Sequence[str], rows: int, top: int, size: i
     logger.info("the GPU computes experts of steps with at least %d rows, which it copies at %.1f GB/s; %d MiB of the "
                 "ranks' memory were pinned in %.1f s", found["first_rows"], found["bandwidth"] / 1e9,
                 panels.bytes >> 20, found["pinning_seconds"])
+    if BY_RANKS:
+        logger.info("ranks of experts compute those that are used least meanwhile, in steps of up to %d rows",
+                    min(rows, SPLIT_ROWS))
     if found["hot_experts"]:
         logger.info("the GPU has room for %d hot experts", found["hot_experts"])
 

@@ -20,7 +20,8 @@ class Role:
     """What a rank computes of a model: all, if the group is not mixed.
 
     rank, world: among the ranks that compute the same part, whose weights are divided among them. entries: ranks of
-    experts return entries, because the model's rank computes some of them (hot_expert_memory).
+    experts return entries, because the model's rank computes some of them (hot_expert_memory). either: they return
+    sums, or entries in steps that its GPU shares with them.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Role:
     mixed: bool = False
     experts: bool = False
     entries: bool = False
+    either: bool = False
 
     def config_of(self, config: AsModelConfig) -> AsModelConfig:
         """The config of the rank's own part of a group: compute_unit names its device alone."""
@@ -42,7 +44,7 @@ class Role:
         if not self.mixed:
             return graph
         try:
-            return experts_part(graph, self.entries) if self.experts else model_part(graph)
+            return experts_part(graph, self.entries, self.either) if self.experts else model_part(graph)
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a mixed group: {error}") from error
 
@@ -70,15 +72,17 @@ def role_of(config: AsModelConfig, rank: int, world: int) -> Role:
     if config.lora_names:
         raise not_available("lora_names in a mixed group")
     entries = config.hot_expert_memory > 0
+    more = {"entries": entries, "either": not entries and config.on_gpus and config.expert_streaming_rows != 0}
     if rank == 0:
-        return Role(0, 1, mixed=True, entries=entries)
-    return Role(rank - 1, len(nodes), mixed=True, experts=True, entries=entries)
+        return Role(0, 1, mixed=True, **more)
+    return Role(rank - 1, len(nodes), mixed=True, experts=True, **more)
 
 
-def exchange_sizes(graph: Graph, rows: int, entries: bool = False) -> dict[str, Any]:
+def exchange_sizes(graph: Graph, rows: int, entries: bool = False, entry_rows: int = 0) -> dict[str, Any]:
     """The native ExpertExchange's arguments for a whole model's graph and steps of up to `rows` rows.
 
-    entries: see Role.
+    entries: see Role. entry_rows: rows of the largest message that may ask for entries.
     """
     width, top, sum_width = message_sizes(graph, entries)
-    return {"rows": rows, "width": width, "top": top, "sum_width": sum_width}
+    return {"rows": rows, "width": width, "top": top, "sum_width": sum_width,
+            "entry_rows": min(rows, entry_rows)}

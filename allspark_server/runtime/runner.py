@@ -139,7 +139,8 @@ class ModelRunner:
         messages = images = host_cache = 0
         if role.mixed:
             self._streaming = expert_streams.rank_bytes(model, config, self._unit, role, sizes.rows, self.world - 1)
-            self._exchange_sizes = exchange_sizes(model.whole, sizes.rows, role.entries)
+            self._exchange_sizes = exchange_sizes(
+                model.whole, sizes.rows, role.entries, expert_streams.entry_rows(role, self._streaming))
             messages = native_library().ExpertExchange.bytes_needed(**self._exchange_sizes, holds_experts=role.experts)
         if self.tower is not None and not self.rank:
             images = config.image_cache_memory

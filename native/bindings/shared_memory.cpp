@@ -15,7 +15,7 @@
 #include "bindings/bindings.h"
 #include "bindings/panels.h"
 #include "comm/expert_exchange.h"
-#include "comm/expert_panels.h"
+#include "comm/expert_split.h"
 #include "cpu/kernels/kernels.h"
 
 namespace py = pybind11;
@@ -184,21 +184,22 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("size", &SharedMemory::size);
   py::class_<ExpertExchange, std::shared_ptr<ExpertExchange>>(
       m, "ExpertExchange", "What the ranks of a mixed group exchange (native/comm/expert_exchange.h).")
-      .def(py::init([](std::shared_ptr<SharedMemory> ranks, int rows, int width, int top, int sum_width, bool by_gpu) {
-             return std::make_shared<ExpertExchange>(std::move(ranks), ExpertShape{rows, width, top, sum_width},
-                                                     by_gpu);
+      .def(py::init([](std::shared_ptr<SharedMemory> ranks, int rows, int width, int top, int sum_width, int entry_rows,
+                       bool by_gpu) {
+             return std::make_shared<ExpertExchange>(std::move(ranks),
+                                                     ExpertShape{rows, width, top, sum_width, entry_rows}, by_gpu);
            }),
            py::arg("shared_memory"), py::arg("rows"), py::arg("width"), py::arg("top"), py::arg("sum_width"),
-           py::arg("by_gpu") = false,
+           py::arg("entry_rows") = 0, py::arg("by_gpu") = false,
            "shared_memory: of all ranks, the first of which computes the model. rows, width, top, sum_width: of the\n"
            "largest message. by_gpu: the model's rank sends from a GPU.")
       .def_static(
           "bytes_needed",
-          [](int rows, int width, int top, int sum_width, bool holds_experts) {
-            return ExpertExchange::bytes_needed({rows, width, top, sum_width}, holds_experts);
+          [](int rows, int width, int top, int sum_width, bool holds_experts, int entry_rows) {
+            return ExpertExchange::bytes_needed({rows, width, top, sum_width, entry_rows}, holds_experts);
           },
           py::arg("rows"), py::arg("width"), py::arg("top"), py::arg("sum_width"), py::arg("holds_experts"),
-          "Bytes of shared memory that a rank allocates.")
+          py::arg("entry_rows") = 0, "Bytes of shared memory that a rank allocates.")
       .def_property_readonly("address", [](const ExpertExchange& e) { return py::bytes(e.address()); })
       .def("connect", &ExpertExchange::connect, py::arg("addresses"), "Opens the memory of all ranks.")
       .def_property_readonly("messages", &ExpertExchange::messages,
@@ -206,6 +207,33 @@ void bind_shared_memory(py::module_& m) {
       .def_property_readonly("messages_rows", &ExpertExchange::messages_rows, "How many rows these had.")
       .def("end_step", &ExpertExchange::end_step,
            "Ends a step that runs without a plan: ranks of experts return from it.");
+  py::class_<ExpertRates>(m, "ExpertRates", "What a GPU and ranks of experts compute of a step (comm/expert_split.h).")
+      .def(py::init([](const std::vector<std::tuple<int, int, double, std::array<double, kTimings>>>& ranks,
+                       double bandwidth, int experts, int top, double row_bytes) {
+             ExpertRates rates;
+             rates.bandwidth = bandwidth, rates.experts = experts, rates.top = top, rates.row_bytes = row_bytes;
+             for (const auto& [begin, end, bytes, seconds] : ranks) {
+               ExpertRates::Rank& rank = rates.ranks.emplace_back();
+               rank.begin = begin, rank.end = end, rank.bytes = bytes;
+               std::copy(seconds.begin(), seconds.end(), rank.seconds);
+             }
+             return rates;
+           }),
+           py::arg("ranks"), py::arg("bandwidth"), py::arg("experts"), py::arg("top"), py::arg("row_bytes"),
+           "ranks: of each its experts [begin, end), the bytes of one, and the seconds that one takes with 4, 16, 64 "
+           "and 256 rows.\n"
+           "bandwidth: bytes/s of copies. experts, top: of a layer, and of a row. row_bytes: of a row in messages.")
+      .def("first_rows", &ExpertRates::first_rows, py::arg("shared"))
+      .def(
+          "least_used",
+          [](const ExpertRates& rates, int rows, const std::vector<float>& uses, const std::vector<bool>& present) {
+            if ((int)uses.size() != rates.experts || (!present.empty() && (int)present.size() != rates.experts))
+              throw std::invalid_argument("least_used: uses and present are of " + std::to_string(rates.experts) +
+                                          " experts");
+            const std::vector<char> flags(present.begin(), present.end());
+            return rates.least_used(rows, uses.data(), flags.empty() ? nullptr : flags.data());
+          },
+          py::arg("rows"), py::arg("uses"), py::arg("present") = std::vector<bool>{});
   py::class_<ExpertPanels, std::shared_ptr<ExpertPanels>>(
       m, "ExpertPanels", "The matrices of ranks of experts in their memory (native/comm/expert_panels.h).")
       .def(py::init<const std::vector<std::string>&>(), py::arg("addresses"),

@@ -1,5 +1,6 @@
 #include "comm/expert_exchange.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace as {
@@ -21,15 +22,17 @@ struct ExpertExchange::Address {
 };
 
 size_t ExpertExchange::bytes_needed(const ExpertShape& shape, bool holds_experts) {
-  const size_t row = sizeof(float) * (holds_experts ? shape.sum_width : (size_t)shape.width + 2 * shape.top);
-  return kHeader + (shape.rows * row + kHeader - 1) / kHeader * kHeader;
+  const size_t rows = shape.rows,
+               sums = std::max(rows * shape.sum_width, (size_t)shape.entry_rows * shape.top * shape.sum_width),
+               values = holds_experts ? sums : rows * ((size_t)shape.width + 2 * shape.top);
+  return kHeader + (values * sizeof(float) + kHeader - 1) / kHeader * kHeader;
 }
 
 ExpertExchange::ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu)
     : ranks_(std::move(ranks)), shape_(shape), by_gpu_(by_gpu) {
   if (!ranks_ || ranks_->size() < 2)
     throw std::invalid_argument("a mixed group has a rank of the model and at least one of experts");
-  if (shape.rows < 1 || shape.width < 1 || shape.top < 1 || shape.sum_width < 1)
+  if (shape.rows < 1 || shape.width < 1 || shape.top < 1 || shape.sum_width < 1 || shape.entry_rows < 0)
     throw std::invalid_argument("an exchange with ranks of experts: sizes must be positive");
   blocks_.resize(ranks_->size());
   blocks_[ranks_->rank()] = SharedBlock(bytes_needed(shape_, holds_experts()), kPurpose);
@@ -61,7 +64,7 @@ void ExpertExchange::connect(const std::vector<std::string>& addresses) {
 void ExpertExchange::send(int rows) {
   count(rows);
   Dispatch& d = dispatch();
-  d.rows = rows;
+  d.rows = rows, d.entries = 0;
   d.sent.store(++sent_, std::memory_order_seq_cst);
   d.changed.publish(d.changed.value.load(std::memory_order_relaxed) + 1);
 }

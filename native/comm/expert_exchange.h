@@ -24,9 +24,11 @@
 
 namespace as {
 
-// The largest message: rows of so many values, choices of experts for each row, and values of its sum.
+// The largest message: rows of so many values, choices of experts for each row, and values of its sum. entry_rows: rows
+// of the largest message that asks for the entries of its rows, [rows, top, sum_width], in place of their sums; 0: none
+// does.
 struct ExpertShape {
-  int rows = 0, width = 0, top = 0, sum_width = 0;
+  int rows = 0, width = 0, top = 0, sum_width = 0, entry_rows = 0;
 };
 
 class ExpertExchange {
@@ -79,6 +81,8 @@ class ExpertExchange {
   bool await_message() { return await(true); }
   // The number of rows of the latest message.
   int message_rows() const { return dispatch().rows; }
+  // Whether it asks for entries in place of sums.
+  bool wants_entries() const { return dispatch().entries != 0; }
   // Waits for the next message, whatever has ended, and takes it: the sums that are returned next are its sums.
   void take() { await(false), received_++, count(message_rows()); }
   void send_sums();
@@ -96,7 +100,7 @@ class ExpertExchange {
   // At the start of the block of the model's rank, and of one of experts.
   struct Dispatch {
     alignas(64) std::atomic<uint32_t> sent;   // messages so far
-    int32_t rows;                             // of the latest one
+    int32_t rows, entries;                    // of the latest one; whether it asks for entries
     alignas(64) std::atomic<uint32_t> ended;  // steps so far
     alignas(64) Signal changed;               // one of these
   };

@@ -30,6 +30,10 @@ size_t exact_layer_bytes(const ExactLayer& layer, int rows, int top) {
   return LayerRows(layer, rows, top, nullptr).bytes;
 }
 
+float* exact_layer_entries(const ExactLayer& layer, int rows, int top, char* scratch) {
+  return LayerRows(layer, rows, top, scratch).y;
+}
+
 void multiply_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, const float* x, int rows,
                           const Routing& routing, char* scratch, float* entries, const Queue& queue) {
   const LayerRows s(layer, rows, routing.top, scratch);

@@ -30,6 +30,8 @@ struct ExactSums {
 // exact_layer_bytes(). The rest as of run_exact_layer().
 void multiply_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, const float* x, int rows,
                           const Routing& routing, char* scratch, float* entries, const Queue& queue);
+// The part of scratch memory that may hold these entries.
+float* exact_layer_entries(const ExactLayer& layer, int rows, int top, char* scratch);
 // Bytes of scratch memory for so many rows with `top` experts each.
 size_t exact_layer_bytes(const ExactLayer& layer, int rows, int top);
 // sums = each row's experts times their weights, by ascending expert from zero, as combine_experts() has it. x: [rows,

@@ -72,6 +72,7 @@ void CudaExecutor::stream_experts(std::shared_ptr<const ExpertPanels> panels, co
     throw std::invalid_argument("stream_experts() comes between set_exchange() and allocate()");
   expert_stream_ = std::make_unique<ExpertStream>(device_, std::move(panels), limits);
   if (hot_bytes) hot_experts_ = std::make_unique<HotExperts>(device_, *expert_stream_, limits, hot_bytes);
+  expert_stream_->set_present(hot_experts_.get());
   streamed_rows_ = limits.rows;
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 
@@ -14,6 +13,7 @@ constexpr int kSlots = 4;
 constexpr size_t kSmallestSlot = 1 << 16, kLargestSlot = 64 << 20;
 constexpr size_t kPinned = (size_t)1 << 30;  // bytes that are pinned at a time
 constexpr double kPinSeconds = 120;          // for all of them
+constexpr float kKept = 0.7f;                // of an expert's uses, at each look
 
 using Clock = std::chrono::steady_clock;
 
@@ -43,7 +43,7 @@ void group_choices(const Routing& chosen, int begin, int end, int rows, Routing&
 }
 
 ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits)
-    : device_(device), panels_(std::move(panels)) {
+    : device_(device), panels_(std::move(panels)), limits_(limits) {
   if (!panels_ || limits.rows < 1 || limits.top < 1 || limits.top > kMaxTop)
     throw std::invalid_argument("experts on the GPU: sizes must be positive");
   device_.use();
@@ -54,14 +54,23 @@ ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPan
     for (Slot& slot : slots_)
       for (cudaEvent_t* event : {&slot.copied, &slot.used})
         check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
+    if (!split_.empty()) {
+      const size_t bytes = (size_t)layers() * experts_ * sizeof(uint32_t);
+      uses_ = Memory(bytes, "uses of experts"), seen_ = Memory(bytes, "uses of experts", Memory::Where::host);
+      check(cudaMemset(uses_.as(), 0, bytes), "clearing uses of experts");
+      check(cudaEventCreateWithFlags(&counted_, cudaEventDisableTiming), "making an event");
+      before_.resize((size_t)layers() * experts_), scores_.resize(before_.size());
+    }
+    sets_.resize(layers());
     pin();
     measure();
   } catch (...) {  // no destructor runs
     release();
     throw;
   }
+  rates_ = rates();
   first_rows_ = limits.first_rows > 0   ? limits.first_rows
-                : limits.first_rows < 0 ? std::max(chosen_rows(limits), 1)
+                : limits.first_rows < 0 ? rates_.first_rows(!split_.empty())
                                         : INT_MAX;
 }
 
@@ -74,6 +83,7 @@ void ExpertStream::release() {
   for (const Slot& slot : slots_)
     for (cudaEvent_t event : {slot.copied, slot.used})
       if (event) cudaEventDestroy(event);
+  if (counted_) cudaEventDestroy(counted_);
   for (char* pinned : pinned_) cudaHostUnregister(pinned);
   cudaGetLastError();  // nothing more can be done about it
 }
@@ -101,7 +111,7 @@ void ExpertStream::place(const StreamLimits& limits) {
     std::function<void(const char*)> place;  // takes its address on the GPU
   };
   std::vector<Upload> uploads;
-  size_t used = 0, scratch = 0, largest = 0, stack = 0;
+  size_t used = 0, scratch = 0, largest = 0, stack = 0, width = 0;
   const auto take = [&](size_t bytes) {
     const size_t at = used;
     used += round_up_256(bytes);
@@ -132,13 +142,20 @@ void ExpertStream::place(const StreamLimits& limits) {
       if (layer.gate_up.n != 2 * layer.down.inputs || layer.gate_up.inputs != first.gate_up.inputs ||
           layer.down.n != first.down.n)
         throw std::invalid_argument("experts of layer " + std::to_string(i) + " do not fit each other");
-      experts_ = std::max(experts_, layer.end);
+      experts_ = std::max(experts_, layer.end), width = std::max(width, (size_t)layer.down.n);
       scratch = std::max(scratch, exact_layer_bytes(layer, limits.rows, limits.top));
     }
   const size_t fixed = used;
   used = 0, routing_.top = limits.top;
-  const size_t scratch_at = take(scratch), routing_at = take(routing_bytes(limits.rows, limits.top, experts_)),
-               ring_at = used, left = limits.bytes > fixed + used ? limits.bytes - fixed - used : 0;
+  const size_t scratch_at = take(scratch), routing_at = take(routing_bytes(limits.rows, limits.top, experts_));
+  std::vector<std::pair<size_t, size_t>> split_at;  // routings, entries
+  const int split_rows = limits.by_ranks ? std::min(limits.split_rows, limits.rows) : 0;
+  for (int rank = 0; split_rows && rank < panels_->ranks(); rank++) {
+    const bool last = rank == panels_->ranks() - 1;
+    const size_t at = take(routing_bytes(split_rows, limits.top, experts_));
+    split_at.emplace_back(at, last ? 0 : take((size_t)split_rows * limits.top * width * sizeof(float)));
+  }
+  const size_t ring_at = used, left = limits.bytes > fixed + used ? limits.bytes - fixed - used : 0;
   slot_bytes_ = std::min({left / kSlots, std::max(largest, kLargestSlot), std::max(stack, kSmallestSlot)}) / 256 * 256;
   if (slot_bytes_ < largest)
     throw std::invalid_argument("experts on the GPU take " +
@@ -148,6 +165,10 @@ void ExpertStream::place(const StreamLimits& limits) {
   memory_ = Memory(ring_at + kSlots * slot_bytes_, "experts that are copied", Memory::Where::lent);
   scratch_ = memory_.as() + scratch_at, ring_ = memory_.as() + ring_at;
   place_routing(memory_.as() + routing_at, limits.rows, experts_, routing_);
+  for (const auto& [routing, entries] : split_at) {
+    split_.push_back({routing_, entries ? reinterpret_cast<float*>(memory_.as() + entries) : nullptr});
+    place_routing(memory_.as() + routing, split_rows, experts_, split_.back().routing);
+  }
   for (const Upload& each : uploads) {
     each.place(fixed_.as() + each.at);
     check(cudaMemcpy(fixed_.as() + each.at, each.from, each.bytes, cudaMemcpyHostToDevice), "copying experts' biases");
@@ -174,29 +195,67 @@ void ExpertStream::measure() {
   }
 }
 
-// The rows of a step from which on copying a layer's experts takes no longer than the ranks' computing them.
-int ExpertStream::chosen_rows(const StreamLimits& limits) const {
-  size_t bytes = 0;
+// Of the first layer; others are alike.
+ExpertRates ExpertStream::rates() const {
+  ExpertRates rates;
+  rates.bandwidth = bandwidth_, rates.experts = experts_, rates.top = limits_.top;
+  rates.row_bytes = sizeof(float) * ((double)layers_[0][0].gate_up.inputs + layers_[0][0].down.n);
   for (int rank = 0; rank < panels_->ranks(); rank++) {
     const ExpertLayer& of = panels_->layer(rank, 0);
-    bytes += of.experts() * (of.gate_up.bytes() + of.down.bytes());
+    ExpertRates::Rank& own = rates.ranks.emplace_back();
+    own.begin = of.begin, own.end = of.end, own.bytes = (double)(of.gate_up.bytes() + of.down.bytes());
+    for (int i = 0; i < kTimings; i++) own.seconds[i] = panels_->seconds(rank, i);
   }
-  const double copied = bytes / bandwidth_, rows_of_entry = (double)experts_ / limits.top;
-  double before = 0, entries = 0;
-  for (int i = 0; i < kTimings; i++) {
-    double computed = 0;
-    for (int rank = 0; rank < panels_->ranks(); rank++)
-      computed = std::max(computed, panels_->layer(rank, 0).experts() * panels_->seconds(rank, i));
-    entries = kTimedRows[i];
-    if (computed >= copied) {
-      if (i && computed > before)
-        entries -= (computed - copied) / (computed - before) * (kTimedRows[i] - kTimedRows[i - 1]);
-      break;
+  return rates;
+}
+
+void ExpertStream::count(int layer, const Routing& chosen, int rows) {
+  if (split_.empty() || idle_) return;
+  const Queue queue = device_.queue();
+  count_uses(chosen.entry_of, rows * chosen.top, uses_.as<uint32_t>() + (size_t)layer * experts_, queue);
+  if (layer < layers() - 1) return;
+  check(cudaMemcpyAsync(seen_.as(), uses_.as(), seen_.size(), cudaMemcpyDeviceToHost, queue.stream),
+        "copying uses of experts");
+  check(cudaEventRecord(counted_, queue.stream), "recording an event");
+  counting_ = true;
+}
+
+void ExpertStream::read_uses() {
+  if (!counting_) return;
+  const cudaError_t result = cudaEventQuery(counted_);
+  if (result == cudaErrorNotReady) return;
+  check(result, "copying uses of experts");
+  const uint32_t* const seen = seen_.as<uint32_t>();
+  for (size_t i = 0; i < scores_.size(); i++)
+    scores_[i] = kKept * scores_[i] + (float)(seen[i] - before_[i]), before_[i] = seen[i];
+  counting_ = false;
+}
+
+// A step is split in all layers or in none, because ranks of experts compute whole steps.
+bool ExpertStream::split(int rows) {
+  is_split_ = false;
+  if (split_.empty() || rows > limits_.split_rows || idle_) return false;
+  read_uses();
+  if (limits_.by_ranks < 0 && std::none_of(scores_.begin(), scores_.end(), [](float score) { return score > 0; }))
+    return false;
+  for (int layer = 0; layer < layers(); layer++) {
+    std::vector<char> present(experts_);
+    for (int e = 0; e < experts_ && present_; e++) present[e] = present_->has(layer, e);
+    const float* const scores = scores_.data() + (size_t)layer * experts_;
+    std::vector<int> found;
+    if (limits_.by_ranks < 0) {
+      found = rates_.least_used(rows, scores, present.data());
+    } else {
+      for (int e = 0; e < experts_; e++)
+        if (!present[e]) found.push_back(e);
+      std::stable_sort(found.begin(), found.end(), [&](int a, int b) { return scores[a] < scores[b]; });
+      found.resize(std::min(found.size(), (size_t)limits_.by_ranks));
     }
-    before = computed;
-    if (i == kTimings - 1) entries *= computed > 0 ? copied / computed : INFINITY;
+    sets_[layer] = {};
+    for (const int e : found) sets_[layer].add(e);
+    is_split_ = is_split_ || !found.empty(), split_experts_ += (int64_t)found.size();
   }
-  return (int)std::min(std::ceil(entries * rows_of_entry), 1e9);
+  return is_split_;
 }
 
 void ExpertStream::check_layer(int layer, int width, int sum_width, int top) const {
@@ -205,11 +264,19 @@ void ExpertStream::check_layer(int layer, int width, int sum_width, int top) con
     throw std::invalid_argument("op dispatch_rows: the ranks of experts describe other layers");
 }
 
-// Copies the experts of a matrix in as many parts as the ring's slots need, and multiplies each part.
-void ExpertStream::multiply(int rank, ExactGemm& p, uint64_t at, int entries) {
+// Copies the experts of a matrix in as many parts as the ring's slots need, and multiplies each part. Experts that the
+// GPU has, and those that ranks compute, leave gaps; what is multiplied with the latter is not read.
+void ExpertStream::multiply_copied(int layer, int rank, bool down, ExactGemm& p, int entries) {
   Queue queue = device_.queue();
   queue.no_pdl = true;  // nothing may be read before the copy has ended
-  const int all = p.routing.end - p.routing.begin, together = (int)std::min<size_t>(slot_bytes_ / p.w.bytes, all);
+  const Layer& of = layers_[rank][layer];
+  const uint64_t at = down ? of.down_at : of.gate_up_at;
+  const int all = of.end - of.begin, together = (int)std::min<size_t>(slot_bytes_ / p.w.bytes, all);
+  if (present_) p.experts = present_->panels(layer, rank, down);
+  const auto copied = [&](int expert) {
+    return !(present_ && present_->has(layer, of.begin + expert)) &&
+           !(is_split_ && sets_[layer].has(of.begin + expert));
+  };
   if (idle_) {
     p.adjacent = ring_, p.first = 0, p.end = together;
     return gemm_exact(p, entries, queue);
@@ -219,7 +286,11 @@ void ExpertStream::multiply(int rank, ExactGemm& p, uint64_t at, int entries) {
     char* const to = ring_ + next_ % kSlots * slot_bytes_;
     p.adjacent = to, p.first = first, p.end = std::min(first + together, all);
     check(cudaStreamWaitEvent(copies_, slot.used), "waiting for experts");
-    copy(to, rank, at + first * (uint64_t)p.w.bytes, (p.end - first) * p.w.bytes, copies_);
+    for (int e = first, next; e < p.end; e = next) {
+      for (next = e + 1; next < p.end && copied(next) == copied(e);) next++;
+      if (copied(e))
+        copy(to + (e - first) * p.w.bytes, rank, at + e * (uint64_t)p.w.bytes, (next - e) * p.w.bytes, copies_);
+    }
     check(cudaEventRecord(slot.copied, copies_), "recording an event");
     check(cudaStreamWaitEvent(queue.stream, slot.copied), "waiting for experts");
     gemm_exact(p, entries, queue);
@@ -227,21 +298,49 @@ void ExpertStream::multiply(int rank, ExactGemm& p, uint64_t at, int entries) {
   }
 }
 
+MultiplyExperts ExpertStream::products(int layer, int rank, int entries) {
+  return [=, this](ExactGemm& p, bool down) { multiply_copied(layer, rank, down, p, entries); };
+}
+
 void ExpertStream::run(int layer, const float* x, const Routing& chosen, int rows, float* y) {
   const Queue queue = device_.queue();
-  const int entries = rows * chosen.top;
   Routing routing = routing_;
   routing.begin = routing.end = 0;
   for (int rank = 0; rank < panels_->ranks(); rank++) {
     const Layer& of = layers_[rank][layer];
     if (routing.begin != of.begin || routing.end != of.end)
       group_choices(chosen, of.begin, of.end, rows, routing, queue);
-    const auto products = [&](ExactGemm& p, bool down) {
-      multiply(rank, p, down ? of.down_at : of.gate_up_at, entries);
-    };
-    run_exact_layer(of, products, x, rows, routing, scratch_, {y, rank > 0}, queue);
+    run_exact_layer(of, products(layer, rank, rows * chosen.top), x, rows, routing, scratch_, {y, rank > 0}, queue);
   }
   if (!idle_) computed_rows_ += rows;
+}
+
+void ExpertStream::multiply(int layer, const float* x, const Routing& chosen, int rows) {
+  const Queue queue = device_.queue();
+  for (int rank = 0; rank < panels_->ranks(); rank++) {
+    const Layer& of = layers_[rank][layer];
+    Routing& routing = split_[rank].routing;
+    group_choices(chosen, of.begin, of.end, rows, routing, queue);
+    multiply_exact_layer(of, products(layer, rank, rows * chosen.top), x, rows, routing, scratch_,
+                         entries_of(layer, rank, rows), queue);
+  }
+  computed_rows_ += rows, split_rows_ += rows;
+}
+
+float* ExpertStream::entries_of(int layer, int rank, int rows) const {
+  const Entries& own = split_[rank];
+  return own.values ? own.values : exact_layer_entries(layers_[rank][layer], rows, routing_.top, scratch_);
+}
+
+MetEntries ExpertStream::met(int layer, const Routing& chosen, int rows) const {
+  MetEntries met;
+  met.top = chosen.top, met.chosen = chosen.entry_of, met.shares = chosen.shares, met.by_ranks = sets_[layer];
+  if (present_) met.hot = present_->flags(layer);
+  for (int rank = 0; rank < panels_->ranks(); rank++) {
+    const Layer& of = layers_[rank][layer];
+    met.ranks[rank] = {of.begin, of.end, split_[rank].routing.entry_of, entries_of(layer, rank, rows)};
+  }
+  return met;
 }
 
 }  // namespace as::cuda

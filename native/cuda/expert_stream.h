@@ -1,11 +1,16 @@
 // Experts that lie in the memory of ranks on CPUs, computed by the model's GPU in steps with many rows: their panels
 // are copied over PCIe, the next ones while those before are computed. The bits are those that the ranks return.
+//
+// Ranks may compute some of each layer's experts meanwhile, those with the fewest uses in such steps so far, and return
+// their entries.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <vector>
 
-#include "comm/expert_panels.h"
+#include "comm/expert_split.h"
 #include "cuda/exact_layer.h"
+#include "cuda/kernels/moe/dispatch.h"
 #include "cuda/memory/device.h"
 
 namespace as::cuda {
@@ -14,6 +19,19 @@ struct StreamLimits {
   int rows = 0, top = 0;  // of the largest step, and experts of a row
   size_t bytes = 0;       // of the GPU's memory that may be taken
   int first_rows = -1;    // rows of a step from which on experts are copied; -1: chosen from measured speeds; 0: never
+  int by_ranks = -1;   // a layer's experts that ranks compute in such steps; -1: chosen from measured speeds and uses
+  int split_rows = 0;  // of the largest step in which ranks compute any
+};
+
+// Experts that the GPU has already, which need not be copied.
+class PresentExperts {
+ public:
+  virtual ~PresentExperts() = default;
+  virtual bool has(int layer, int expert) const = 0;
+  // On the GPU: [experts] not 0 for those that it has, of a layer.
+  virtual const int* flags(int layer) const = 0;
+  // On the GPU: addresses of the panels of each expert of a rank; null: it does not have them.
+  virtual const char* const* panels(int layer, int rank, bool down) const = 0;
 };
 
 // Groups the entries of a rank's experts [begin, end), as exact_layer.h takes them, in an own routing. chosen: the
@@ -36,6 +54,11 @@ class ExpertStream {
 
   bool takes(int rows) const { return rows >= first_rows_; }
   int first_rows() const { return first_rows_; }
+  // Before the first layer of a step whose experts are copied: chooses those that ranks compute. Returns whether there
+  // are any; multiply() is for such steps, run() for others.
+  bool split(int rows);
+  bool is_split() const { return is_split_; }  // the latest step
+  int largest_split() const { return split_.empty() ? 0 : std::min(limits_.split_rows, limits_.rows); }  // rows
   int layers() const { return panels_->layers(); }
   int ranks() const { return panels_->ranks(); }
   int experts() const { return experts_; }  // of a layer, on all ranks
@@ -47,17 +70,26 @@ class ExpertStream {
   double pinning_seconds() const { return pinning_seconds_; }  // that pinning took
   // Rows, over all layers, that were computed here.
   int64_t computed_rows() const { return computed_rows_; }
+  int64_t split_rows() const { return split_rows_; }        // those of them some of whose experts ranks computed
+  int64_t split_experts() const { return split_experts_; }  // how many these were, of all layers and steps
   // Throws std::invalid_argument unless the layer takes rows of such widths with `top` experts each.
   void check_layer(int layer, int width, int sum_width, int top) const;
   // give_back() frees most of the GPU's memory while no step runs; take_again() allocates it again, and throws
   // std::runtime_error if memory runs out. A second call does nothing.
   void give_back() { memory_.give_back(); }
   void take_again() { memory_.take_again(); }
-  // Whether run() is of a step whose rows are all padding: it copies nothing.
+  // Whether run() and multiply() are of a step whose rows are all padding: they copy nothing.
   void set_idle(bool idle) { idle_ = idle; }
+  // Experts that are not copied; they must outlive the last step. null: there are none.
+  void set_present(const PresentExperts* present) { present_ = present; }
   // y [rows, width] = the sums of all ranks of experts, added in rank order. x [rows, width]. chosen: the experts of
   // each row in entry_of, negative for padding rows, and their weights.
   void run(int layer, const float* x, const Routing& chosen, int rows, float* y);
+  // The entries of the experts that ranks do not compute; and where all entries meet.
+  void multiply(int layer, const float* x, const Routing& chosen, int rows);
+  MetEntries met(int layer, const Routing& chosen, int rows) const;
+  // Counts the uses of a layer's experts, for later steps.
+  void count(int layer, const Routing& chosen, int rows);
 
  private:
   struct Slot {  // of the ring of experts
@@ -68,8 +100,11 @@ class ExpertStream {
   void release();
   void place(const StreamLimits& limits);
   void measure();
-  int chosen_rows(const StreamLimits& limits) const;
-  void multiply(int rank, ExactGemm& p, uint64_t at, int entries);
+  ExpertRates rates() const;
+  void read_uses();
+  MultiplyExperts products(int layer, int rank, int entries);
+  float* entries_of(int layer, int rank, int rows) const;
+  void multiply_copied(int layer, int rank, bool down, ExactGemm& p, int entries);
 
   const Device& device_;
   const std::shared_ptr<const ExpertPanels> panels_;
@@ -82,10 +117,25 @@ class ExpertStream {
   Memory fixed_, memory_;  // biases and orders; the rest
   char *ring_ = nullptr, *scratch_ = nullptr;
   Routing routing_;
+  struct Entries {  // of a rank, where entries meet; the last rank's are in scratch_
+    Routing routing;
+    float* values = nullptr;
+  };
+  std::vector<Entries> split_;   // by rank
+  std::vector<ExpertSet> sets_;  // by layer: that ranks compute
+  bool is_split_ = false;
+  Memory uses_, seen_;  // [layers, experts]; and on the host
+  cudaEvent_t counted_ = nullptr;
+  bool counting_ = false;
+  std::vector<uint32_t> before_;
+  std::vector<float> scores_;
+  const StreamLimits limits_;
+  ExpertRates rates_;
+  const PresentExperts* present_ = nullptr;
   int experts_ = 0;  // of a layer, on all ranks
   int first_rows_ = 0;
   double bandwidth_ = 0, pinning_seconds_ = 0;
-  int64_t computed_rows_ = 0;
+  int64_t computed_rows_ = 0, split_rows_ = 0, split_experts_ = 0;
   bool idle_ = false;
 };
 

@@ -82,7 +82,7 @@ HotExperts::~HotExperts() {
 
 HotExpertsOfLayer HotExperts::of_layer(int layer) {
   const size_t hits_at = round_up_256(before_.size() * sizeof(uint32_t));
-  return {on_gpu<int>(layers_[layer].hot), uses_.as<uint32_t>() + (size_t)layer * experts_,
+  return {flags(layer), uses_.as<uint32_t>() + (size_t)layer * experts_,
           reinterpret_cast<unsigned long long*>(uses_.as() + hits_at)};
 }
 
@@ -94,7 +94,7 @@ void HotExperts::multiply(int layer, const float* x, const Routing& chosen, int 
     Routing& routing = routings_[rank];
     group_choices(chosen, of.begin, of.end, rows, routing, queue);
     const auto products = [&](ExactGemm& p, bool down) {
-      p.experts = on_gpu<const char*>((down ? layers_[layer].down : layers_[layer].gate_up)[rank]);
+      p.experts = panels(layer, rank, down);
       gemm_exact(p, entries, queue);
     };
     multiply_exact_layer(of, products, x, rows, routing, source_.scratch(), entries_of_[rank], queue);
@@ -104,7 +104,8 @@ void HotExperts::multiply(int layer, const float* x, const Routing& chosen, int 
 MetEntries HotExperts::met(int layer, const Routing& chosen) const {
   MetEntries met;
   met.top = chosen.top, met.chosen = chosen.entry_of, met.shares = chosen.shares;
-  met.hot = reinterpret_cast<const int*>(tables_.as() + layers_[layer].hot);
+  met.hot = flags(layer);
+  for (int e = 0; e < experts_; e++) met.by_ranks.add(e);
   for (int rank = 0; rank < source_.ranks(); rank++) {
     const ExpertStream::Layer& of = source_.layer(rank, layer);
     met.ranks[rank] = {of.begin, of.end, routings_[rank].entry_of, entries_of_[rank]};

@@ -9,15 +9,20 @@
 
 namespace as::cuda {
 
-class HotExperts {
+class HotExperts : public PresentExperts {
  public:
   // source: where experts are; it must outlive this. rows, top: as of StreamLimits. bytes: of the GPU's memory that may
   // be taken. Throws std::invalid_argument if no expert fits, and std::runtime_error if memory is short.
   HotExperts(const Device& device, ExpertStream& source, const StreamLimits& limits, size_t bytes);
-  ~HotExperts();
+  ~HotExperts() override;
   HotExperts(const HotExperts&) = delete;
   HotExperts& operator=(const HotExperts&) = delete;
 
+  bool has(int layer, int expert) const override { return slot_of_[layer * experts_ + expert] >= 0; }
+  const int* flags(int layer) const override { return on_gpu<int>(layers_[layer].hot); }
+  const char* const* panels(int layer, int rank, bool down) const override {
+    return on_gpu<const char*>((down ? layers_[layer].down : layers_[layer].gate_up)[rank]);
+  }
   HotExpertsOfLayer of_layer(int layer);
   // Computes the entries of hot experts. x, chosen, rows: as of ExpertStream::run().
   void multiply(int layer, const float* x, const Routing& chosen, int rows);
@@ -45,7 +50,7 @@ class HotExperts {
   enum class State { idle, counting, moving };
 
   template <typename T>
-  T* on_gpu(size_t at) {
+  T* on_gpu(size_t at) const {
     return reinterpret_cast<T*>(tables_.as() + at);
   }
   void weigh();

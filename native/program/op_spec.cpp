@@ -398,6 +398,9 @@ void check_dispatch_rows(const Program& p, const OpNode& op) {
 void check_return_sums(const Program& p, const OpNode& op) {
   const int set = p.in(op).rows;
   if (set <= kOutputRows || p.row_sets()[set].of != kAllRows) check_all_rows(p, op);
+  if (op.inputs.size() < 2) return;
+  check_all_rows(p, op);
+  if (p.in(op, 1).rows <= kOutputRows) throw wrong(op, "its second input has no entries of routed experts");
 }
 
 void check_dispatched_choices(const Program& p, const OpNode& op) {

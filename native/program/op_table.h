@@ -169,7 +169,8 @@ OP(returned_sums, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, ea
 OP(dispatched_rows, kNone, kOne, kNone, false, RowRule::all, {}, check_nothing, each_value<0>)
 OP(dispatched_choices, kOne, kOne, kNone, false, RowRule::routed, {positive(whole("experts"))}, check_dispatched_choices,
    each_value<0>)
-OP(return_sums, kOne, kNone, kNone, false, RowRule::none, {}, check_return_sums, each_value<0>)
+// The partial sums, or entries; with both inputs the latter where a message asks for them.
+OP(return_sums, {1, 2}, kNone, kNone, false, RowRule::none, {}, check_return_sums, each_value<0>)
 // y * sigmoid(gate of the row)
 OP(sigmoid_mul, kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mul, each_value<1>)
 // Adds B A x of the row's adapter to columns [offset, offset + columns) of y, which hold `blocks` blocks. target: which

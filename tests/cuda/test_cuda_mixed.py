@@ -113,6 +113,13 @@ def test_experts_on_the_gpu_change_no_bit(form, experts, tmp_path, monkeypatch, 
     for own, bits in found:
         assert own == tokens
         np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
+    for by_ranks in (3, 1000):      # ranks compute a part, or all
+        monkeypatch.setattr(expert_streams, "BY_RANKS", by_ranks)
+        found += run(32, [None, 33])[0]
+    for own, bits in found:
+        assert own == tokens
+        np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
+    monkeypatch.setattr(expert_streams, "BY_RANKS", 2)
     found, rows, _ = run(1, [None, 7])      # all steps
     assert rows >= layers * 2 * (75 + 3)
     for own, bits in found:
@@ -120,7 +127,26 @@ def test_experts_on_the_gpu_change_no_bit(form, experts, tmp_path, monkeypatch, 
         np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
 
 
-def test_streaming_with_warm_up_and_in_a_batch():
+def test_steps_are_shared_with_the_ranks(monkeypatch):
+    """Up to a number of rows, and only there."""
+    monkeypatch.setattr(expert_streams, "BY_RANKS", 4)
+    monkeypatch.setattr(expert_streams, "SPLIT_ROWS", 40)
+    with driver("qwen3-moe", 2, expert_streaming_rows=30, **STREAMED["int8"]) as mixed:
+        executor, found = mixed.runners[0]._executor, []
+        layers = len(expert_streams.expert_ops(mixed.runners[0].opened[0].whole))
+        for chunk, streamed, shared in ((None, 75, 0), (35, 70, 70), (45, 75, 30), (29, 0, 0)):
+            before = executor.streamed_rows, executor.split_rows
+            found.append(mixed.generate(PROMPT, 2, chunk))
+            assert (executor.streamed_rows - before[0], executor.split_rows - before[1]) == (streamed * layers,
+                                                                                             shared * layers)
+    for own, bits in found[1:]:
+        assert own == found[0][0]
+        np.testing.assert_array_equal(np.stack(bits), np.stack(found[0][1]))
+
+
+@pytest.mark.parametrize("by_ranks", [0, 4])
+def test_streaming_with_warm_up_and_in_a_batch(by_ranks, monkeypatch):
+    monkeypatch.setattr(expert_streams, "BY_RANKS", by_ranks)
     form = STREAMED["int4"]
     prompts = [prompt_of(5), prompt_of(60, seed=3)]
     with driver("glm4-moe", 2, expert_streaming_rows=0, **form) as mixed:
@@ -163,15 +189,17 @@ def room_for(count: int, name: str, experts: int, **fields) -> int:
 
 @pytest.mark.parametrize("experts", [1, 2, 4])      # 4: whole experts
 @pytest.mark.parametrize("form", ["int4", "w8a8"])
-def test_hot_experts_change_no_bit(form, experts):
-    """While experts move, in graphs and in chunks that are computed in both ways, or copied."""
+def test_hot_experts_change_no_bit(form, experts, monkeypatch):
+    """While experts move, in graphs and in chunks that are computed in both ways, or copied, or both."""
     form = {**STREAMED[form], "expert_streaming_rows": 48}
     with driver("qwen3-moe", experts, **{**form, "expert_streaming_rows": 0}) as mixed:
         tokens, logits = mixed.generate(PROMPT, 80)
-    for count in (5, 1000):
+    monkeypatch.setattr(expert_streams, "PART", 1 << 12)
+    for count, by_ranks in ((5, 0), (5, 4), (1000, 0), (1000, 1)):
+        monkeypatch.setattr(expert_streams, "BY_RANKS", by_ranks)
         memory = room_for(count, "qwen3-moe", experts, **form)
         with driver("qwen3-moe", experts, hot_expert_memory=memory, **form) as mixed:
-            for chunk in (None, 17, 50):
+            for chunk in (17, None, 50):
                 own, bits = mixed.generate(PROMPT, 80, chunk)
                 assert own == tokens
                 np.testing.assert_array_equal(np.stack(bits), np.stack(logits))

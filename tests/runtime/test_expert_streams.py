@@ -3,6 +3,7 @@ the same. Nothing here needs a GPU: ranks of experts are those of a group with o
 """
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from support import quantized_checkpoints
 from support.checkpoints import checkpoint
 from support.driver import shared_memories
 from support.mxfp4_checkpoint import mxfp4_pair
+from support.waiting import wait_for
 
 FORMS = {"int8": {"weight_dtype": "int8"}, "w8a8": {"weight_dtype": "w8a8"},
          "int4": {"weight_dtype": "int4", "weight_group_size": 32},
@@ -163,6 +165,150 @@ def test_hot_experts_are_refused():
         config = AsModelConfig(model_name="m", model_path="m", compute_unit=unit, hot_expert_memory=5)
         with pytest.raises(AllSparkError, match="hot_expert_memory=5 is for mixed groups with a GPU"):
             role_of(config, 0, 1 + len(config.expert_nodes))
+
+
+#: seconds that an expert of gpt-oss-120b (14 MB) takes with 4, 16, 64 and 256 rows on 14 cores, and bytes/s of copies
+TIMES, EXPERT, COPIES = (2.5e-4, 6e-4, 2.2e-3, 8.6e-3), 14e6, 55e9
+
+
+def rates(*ranks: tuple[int, int, float, float]) -> _native.ExpertRates:
+    """Of ranks with experts [begin, end), of which each has a part of the bytes and takes so much of the time."""
+    return _native.ExpertRates([(begin, end, EXPERT * size, [time * value for value in TIMES])
+                                for begin, end, size, time in ranks], COPIES, 128, 4, 23040)
+
+
+WHOLE = rates((0, 128, 1, 1))
+EVEN = [1.0] * 128
+
+
+def test_ranks_and_the_gpu_end_together():
+    """Ranks compute as many experts as fit into the time in which the others are copied, with some reserve."""
+    found = [len(WHOLE.least_used(rows, EVEN)) for rows in (128, 256, 512, 1024, 2048, 4096)]
+    assert found == sorted(found, reverse=True) and found[-1] > 0
+    for own, time in ((found[0], 2.5e-4), (found[2], 6e-4), (found[4], 2.2e-3)):
+        copied = (128 - own) * EXPERT / COPIES
+        assert 0.3 * copied < own * time < 0.6 * copied     # the reserve
+    assert WHOLE.least_used(1 << 20, EVEN) == []    # it pays no longer
+    # Two ranks with half of each expert and of the cores are as one; the slower one of an uneven pair limits.
+    halves = rates((0, 128, 0.5, 1), (0, 128, 0.5, 1))
+    assert [len(halves.least_used(rows, EVEN)) for rows in (128, 2048)] == [found[0], found[4]]
+    assert len(rates((0, 128, 0.5, 0.5), (0, 128, 0.5, 1.5)).least_used(2048, EVEN)) < found[4]
+
+
+def test_ranks_compute_what_is_used_least():
+    rng = np.random.default_rng(0)
+    uses = (1 / (1 + rng.permutation(128))).astype(np.float32)
+    chosen = WHOLE.least_used(2048, uses)
+    assert len(chosen) > 2 * len(WHOLE.least_used(2048, EVEN))      # few rows choose these
+    assert chosen == sorted(range(128), key=lambda e: uses[e])[:len(chosen)]
+    # Those that the GPU has are not among them.
+    present = [e in chosen[:20] for e in range(128)]
+    assert not {e for e in range(128) if present[e]} & set(WHOLE.least_used(2048, uses, present))
+    # Of ranks with whole experts each computes its own, the slow one fewer.
+    own = rates((0, 64, 1, 1), (64, 128, 1, 4)).least_used(2048, EVEN)
+    first, second = (sum(e // 64 == rank for e in own) for rank in (0, 1))
+    assert first > second > 0
+    with pytest.raises(ValueError, match="of 128 experts"):
+        WHOLE.least_used(1, uses[:3])
+
+
+def test_rows_from_which_the_gpu_helps():
+    alone, helped = WHOLE.first_rows(False), WHOLE.first_rows(True)
+    assert 128 <= helped < alone < 256
+    assert rates((0, 128, 1, 3)).first_rows(False) == 128     # fewer rows do not need all experts
+    assert rates((0, 128, 1, 1e-9)).first_rows(True) == 10 ** 9
+
+
+def test_memory_of_steps_that_both_compute(monkeypatch):
+    """More ranks than one need room for the entries of all but the last."""
+    with ranks_of_experts(checkpoint("qwen3-moe"), 1, **FORMS["int8"]) as (runner,):
+        model, sizes = runner.opened[0], {}
+        for by_ranks in (0, -1):
+            monkeypatch.setattr(expert_streams, "BY_RANKS", by_ranks)
+            sizes[by_ranks] = [expert_streams.stream_bytes(model, rows, ranks)
+                               for rows in (64, 1 << 14) for ranks in (1, 2)]
+        more = [own - other for own, other in zip(sizes[-1], sizes[0])]
+        assert all(value > 0 for value in more)
+        entries = 3 * 4 * 72    # bytes of a row's entries
+        assert entries * 64 <= more[1] - more[0] < entries * 64 + (1 << 15)
+        assert entries * 2048 <= more[3] - more[2] < 2 * entries * 2048     # SPLIT_ROWS
+
+
+def block_of(address: bytes) -> np.ndarray:
+    """The memory of a rank's messages (native/comm/expert_exchange.h), of its address."""
+    process, file = np.frombuffer(address[36:44], np.int32)
+    with open(f"/proc/{process}/fd/{file}", "r+b") as memory:
+        return np.frombuffer(mmap.mmap(memory.fileno(), 0), np.uint8)
+
+
+def test_a_rank_returns_entries_if_a_message_asks_for_them():
+    """As a GPU sends messages, of which it computes some experts' entries: -1 stands for these."""
+    config = AsModelConfig(model_name="m", model_path=str(checkpoint("qwen3-moe")), num_threads=2,
+                           engine_max_length=128, compute_unit="CUDA:0+CPU:0", expert_streaming_rows=64,
+                           max_step_tokens=64, **FORMS["int4"])
+    memories = shared_memories(2)
+    runner = ModelRunner(config, rank=1, world=2, shared_memory=memories[1])
+    runner.load()
+    sizes = runner._exchange_sizes
+    rows, top, width, layers = 5, sizes["top"], sizes["sum_width"], len(expert_ops(runner.opened[0].whole))
+    exchange = _native.ExpertExchange(memories[0], **sizes, by_gpu=True)
+    own, theirs = exchange.address, bytes.fromhex(runner.address.split(" ")[0])
+    exchange.connect([own, theirs])
+    runner.connect([own.hex(), runner.address])
+    runner.allocate_cache(1)
+    sent, returned = block_of(own), block_of(theirs)
+    header, answered = sent[:256].view(np.int32), returned[:4].view(np.uint32)
+    values, results = sent[4096:].view(np.float32), returned[4096:].view(np.float32)
+    choices, rng = sizes["rows"] * sizes["width"], np.random.default_rng(0)
+    chosen = np.sort([rng.permutation(10)[:top] for _ in range(rows)]).astype(np.int32)
+    shares = rng.random((rows, top), np.float32)
+
+    def asked(entries: bool, chosen: np.ndarray) -> np.ndarray:
+        """What is returned for the first layer; the others get the same message."""
+        step = executor.submit(runner.step, b"", False)
+        values[:choices] = x
+        values[choices:choices + chosen.size].view(np.int32)[:] = chosen.ravel()
+        at = choices + sizes["rows"] * top
+        values[at:at + shares.size] = shares.ravel()
+        header[1], header[2] = rows, entries
+        found = None
+        for _ in range(layers):
+            header[0] += 1
+            wait_for(lambda: answered[0] == header[0], 30)
+            if found is None:
+                found = results[:rows * width * (top if entries else 1)].copy()
+        header[16] += 1     # the step has ended
+        step.result()
+        return found.reshape(rows, -1, width)
+
+    x = rng.normal(size=choices).astype(np.float32)
+    with ThreadPoolExecutor(1) as executor:
+        sums, entries = asked(False, chosen)[:, 0], asked(True, chosen)
+        summed = np.einsum("rew,re->rw", entries.astype(np.float64), shares)
+        np.testing.assert_allclose(summed, sums, rtol=1e-4, atol=1e-6)
+        part = np.where(rng.random(chosen.shape) < 0.5, chosen, -1).astype(np.int32)
+        results[:] = 7
+        again = asked(True, part)
+        np.testing.assert_array_equal(again[part >= 0], entries[part >= 0])
+        assert np.all(again[part < 0] == 7)     # they are not written
+        np.testing.assert_array_equal(asked(False, chosen)[:, 0], sums)
+    runner.close()
+
+
+def test_messages_have_room_for_entries(monkeypatch):
+    """Of steps that both compute; announced before it is taken."""
+    def room(**fields) -> tuple[dict, int]:
+        fields = {"max_step_tokens": 64, **FORMS["int8"], **fields}
+        with ranks_of_experts(checkpoint("qwen3-moe"), 1, **fields) as (runner,):
+            sizes = runner._exchange_sizes
+            return sizes, _native.ExpertExchange.bytes_needed(**sizes, holds_experts=True)
+
+    sizes, bytes_of_entries = room()
+    assert sizes["entry_rows"] == 64 and bytes_of_entries >= 64 * 3 * 4 * sizes["sum_width"]
+    monkeypatch.setattr(expert_streams, "SPLIT_ROWS", 40)
+    assert room()[0]["entry_rows"] == 40 and room()[1] < bytes_of_entries
+    for fields in ({"expert_streaming_rows": 0}, {"weight_dtype": "bfloat16"}, {"hot_expert_memory": 1 << 20}):
+        assert room(**fields)[0]["entry_rows"] == 0
 
 
 def test_addresses_are_checked():

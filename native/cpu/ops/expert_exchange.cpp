@@ -141,33 +141,39 @@ class DispatchedChoices : public ExchangeOp {
   const int experts_;
 };
 
-// Entries are returned in the order of each row's choices; those of experts that are not here are not written.
+// Returns sums, or entries if the only input has these, or if there are both and the message asks for them. Entries are
+// in the order of each row's choices; those of experts that are not here are not written.
 class ReturnSums : public ExchangeOp {
  public:
   explicit ReturnSums(const Binding& b)
       : ExchangeOp(b, true),
         in_(b.parts[0].in()),
-        entries_of_(in_.row_set > kOutputRows ? &b.routing(in_.row_set) : nullptr) {
-    check(in_.width * (entries_of_ ? entries_of_->top : 1) <= exchange_.shape().sum_width, "return_sums");
+        entries_(b.parts[0].op.inputs.size() > 1 ? b.parts[0].in(1) : in_),
+        entries_of_(entries_.row_set > kOutputRows ? &b.routing(entries_.row_set) : nullptr),
+        has_sums_(in_.row_set <= kOutputRows) {
+    check(in_.width * (has_sums_ ? 1 : entries_of_->top) <= exchange_.shape().sum_width, "return_sums");
     if (entries_of_) begin_ = entries_of_->begin, end_ = entries_of_->end;
   }
 
   void run(const Batch& batch, int thread) override {
-    if (entries_of_) copy_entries((int)batch.rows.size(), thread);
+    if (!has_sums_ || exchange_.wants_entries()) copy_entries((int)batch.rows.size(), thread);
     else copy(in_.data, exchange_.own_sums(), in_.rows(batch), in_.width, thread);
     if (core_.pool.barrier() && thread == 0) exchange_.send_sums();
   }
 
  private:
   void copy_entries(int rows, int thread) const {
+    if (has_sums_ && (!entries_of_ || rows > exchange_.shape().entry_rows))
+      throw std::runtime_error("the model's rank has asked for the entries of " + std::to_string(rows) + " rows");
     const int entries = rows * entries_of_->top, threads = core_.pool.size();
     for (int i = entries * thread / threads; i < entries * (thread + 1) / threads; i++)
       if (const int expert = entries_of_->chosen[i]; expert >= begin_ && expert < end_)
-        std::copy_n(in_.row(entries_of_->entry_of[i]), in_.width, exchange_.own_sums() + (size_t)i * in_.width);
+        std::copy_n(entries_.row(entries_of_->entry_of[i]), in_.width, exchange_.own_sums() + (size_t)i * in_.width);
   }
 
-  const Tensor in_;
-  const Routing* const entries_of_;  // null: sums are returned
+  const Tensor in_, entries_;
+  const Routing* const entries_of_;  // null: there are none
+  const bool has_sums_;
   int begin_ = 0, end_ = 0;
 };
 

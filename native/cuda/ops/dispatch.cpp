@@ -15,7 +15,7 @@ int layer_of(const Binding& b, size_t i) {
   return layer;
 }
 
-// In steps with many rows the GPU computes the experts itself (expert_stream.h), and no rank of experts is asked.
+// In steps with many rows the GPU computes the experts itself (expert_stream.h), or all but a part of them.
 int bind_dispatch_rows(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   if (!b.workspace.experts) refuse("op dispatch_rows without ranks of experts");
@@ -26,6 +26,8 @@ int bind_dispatch_rows(Binding& b, size_t i) {
     throw std::invalid_argument("op dispatch_rows: the exchange's rows are smaller");
   ExpertStream* const stream = b.workspace.experts->stream();
   HotExperts* const hot = b.workspace.experts->hot();
+  if (stream && !hot && stream->largest_split() > b.workspace.experts->shape().entry_rows)
+    throw std::invalid_argument("op dispatch_rows: the exchange has no room for entries");
   float* sums = nullptr;
   const int layer = layer_of(b, i);
   if (stream) {
@@ -38,7 +40,13 @@ int bind_dispatch_rows(Binding& b, size_t i) {
   }
   b.add_launch(kAllRows, [=, memory = b.workspace.experts->memory(), where = b.workspace.data->where(0),
                           queue = b.queue](int rows) {
-    if (stream && stream->takes(rows)) return stream->run(layer, x.values(), routing, rows, sums);
+    if (stream && stream->takes(rows)) {
+      stream->count(layer, routing, rows);
+      if (!(layer ? stream->is_split() : stream->split(rows)))
+        return stream->run(layer, x.values(), routing, rows, sums);
+      dispatch_part(memory, x.values(), x.rows.width, stream->met(layer, routing, rows), where, rows, queue);
+      return stream->multiply(layer, x.values(), routing, rows);
+    }
     const HotExpertsOfLayer own = hot ? hot->of_layer(layer) : HotExpertsOfLayer{};
     dispatch_rows(memory, x.values(), x.rows.width, routing, own, where, rows, queue);
     if (hot) hot->multiply(layer, x.values(), routing, rows);
@@ -52,14 +60,19 @@ int bind_returned_sums(Binding& b, size_t i) {
   if (y.rows.width > b.workspace.experts->shape().sum_width)
     throw std::invalid_argument("op returned_sums: the exchange's rows are smaller");
   const ExpertStream* const stream = b.workspace.experts->stream();
+  size_t sent = i;
+  while (sent && !b.ops[sent].is(Op::dispatch_rows)) sent--;
+  if (!b.ops[sent].is(Op::dispatch_rows)) throw std::invalid_argument("op returned_sums follows no op dispatch_rows");
+  const int layer = layer_of(b, sent);
+  const Routing routing = b.workspace.dispatched.at(b.in(b.ops[sent], 1).row_set);
   std::optional<MetEntries> met;
-  if (const HotExperts* const hot = b.workspace.experts->hot()) {
-    size_t sent = i;
-    while (!b.ops[sent].is(Op::dispatch_rows)) sent--;  // check_layer() has seen that there is one
-    met = hot->met(layer_of(b, sent), b.workspace.dispatched.at(b.in(b.ops[sent], 1).row_set));
-  }
+  if (const HotExperts* const hot = b.workspace.experts->hot()) met = hot->met(layer, routing);
   b.add_launch(kAllRows, [=, memory = b.workspace.experts->memory(), queue = b.queue](int rows) {
-    if (stream && stream->takes(rows)) return;
+    if (stream && stream->takes(rows)) {
+      if (!stream->is_split()) return;
+      await_ranks(memory, queue);
+      return returned_entries(memory, stream->met(layer, routing, rows), y.values(), y.rows.width, rows, queue);
+    }
     if (met) returned_entries(memory, *met, y.values(), y.rows.width, rows, queue);
     else returned_sums(memory, y.values(), y.rows.width, rows, queue);
   });

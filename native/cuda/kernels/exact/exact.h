@@ -71,10 +71,10 @@ enum class ExactGate : int { none, silu, gelu_tanh, gelu, clamped_silu };
 
 struct ExactGemm {
   ExactMatrix w;
-  const char* const* experts = nullptr;  // [routing.end - routing.begin] on the GPU; null: this expert is not computed
-  const char* adjacent = nullptr;        // in place of it: where experts [first, end) are, one after the other
-  int first = 0, end = 0;
-  const float* bias = nullptr;  // [experts, n], or null
+  const char* const* experts = nullptr;  // [routing.end - routing.begin] on the GPU, or null
+  const char* adjacent = nullptr;  // where experts [first, end) are, one after the other, but for those in `experts`
+  int first = 0, end = INT_MAX;    // experts that are computed, if they are in either
+  const float* bias = nullptr;     // [experts, n], or null
   ExactRows x;
   Routing routing;
   bool gathers = false;  // x has rows, otherwise entries

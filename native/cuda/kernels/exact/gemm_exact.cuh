@@ -75,8 +75,9 @@ __device__ inline int column_of(const ExactGemm& p, int slot) {
 
 // Where an expert's panels are; null: it is not computed.
 __device__ inline const char* panels_of(const ExactGemm& p, int expert) {
-  if (!p.adjacent) return p.experts[expert];
-  return expert < p.first || expert >= p.end ? nullptr : p.adjacent + (size_t)(expert - p.first) * p.w.bytes;
+  if (expert < p.first || expert >= p.end) return nullptr;
+  const char* const own = p.experts ? p.experts[expert] : nullptr;
+  return own || !p.adjacent ? own : p.adjacent + (size_t)(expert - p.first) * p.w.bytes;
 }
 
 // A thread's part of the groups' scales: one column of the CTA.

@@ -44,10 +44,23 @@ __device__ float4 read_host4(const float* from) {
   return v;
 }
 
+// The last CTA that has written its part of a message says that it is there.
+__device__ void end_message(const ExpertMemory& m, const int* where, int rows, bool entries) {
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x || atomicAdd(m.local + kEnded, 1) != gridDim.x - 1) return;
+  __threadfence_system();
+  int there = rows;
+  while (where && there > 0 && where[there - 1] < 0) there--;
+  const uint32_t message = m.local[kMessages] + 1;
+  m.local[kEnded] = 0, m.local[kMessages] = message, m.local[kRows] = (uint32_t)there;
+  *const_cast<volatile int*>(m.sent_rows) = there, *const_cast<volatile int*>(m.sent_entries) = entries;
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(m.sent), "r"(message) : "memory");
+}
+
 __global__ void __launch_bounds__(kThreads)
     dispatch_kernel(const __grid_constant__ ExpertMemory m, const float* x, int width, Routing routing,
                     HotExpertsOfLayer hot, const int* where, int rows) {
-  __shared__ bool last;
   after_previous();
   const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
   const size_t values = (size_t)rows * width, entries = (size_t)rows * routing.top;
@@ -67,20 +80,37 @@ __global__ void __launch_bounds__(kThreads)
     }
     m.chosen[i] = expert, m.shares[i] = routing.shares[i];
   }
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(m.local + kEnded, 1) == gridDim.x - 1;
-    if (last) {
-      __threadfence_system();
-      int there = rows;
-      while (where && there > 0 && where[there - 1] < 0) there--;
-      const uint32_t message = m.local[kMessages] + 1;
-      m.local[kEnded] = 0, m.local[kMessages] = message, m.local[kRows] = (uint32_t)there;
-      *const_cast<volatile int*>(m.sent_rows) = there;
-      asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(m.sent), "r"(message) : "memory");
+  end_message(m, where, rows, false);
+}
+
+__device__ bool is_of_ranks(const MetEntries& met, int expert) {
+  return expert >= 0 && met.by_ranks.has(expert) && !(met.hot && met.hot[expert]);
+}
+
+// A warp writes a row. Rows that no rank reads keep what an earlier message had.
+__global__ void __launch_bounds__(kThreads)
+    dispatch_part_kernel(const __grid_constant__ ExpertMemory m, const float* x, int width,
+                         const __grid_constant__ MetEntries met, const int* where, int rows) {
+  after_previous();
+  const int lane = threadIdx.x % 32, warps = gridDim.x * (kThreads / 32);
+  for (int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; row < rows; row += warps) {
+    bool sent = false;
+    if (lane < met.top) {
+      const size_t at = (size_t)row * met.top + lane;
+      const int expert = met.chosen[at];
+      sent = is_of_ranks(met, expert);
+      m.chosen[at] = sent ? expert : -1, m.shares[at] = met.shares[at];
     }
+    if (!__any_sync(~0u, sent)) continue;
+    const float* from = x + (size_t)row * width;
+    float* to = m.rows + (size_t)row * width;
+    if (width % 4 == 0)
+      for (int i = lane; i < width / 4; i += 32)
+        reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
+    else
+      for (int i = lane; i < width; i += 32) to[i] = from[i];
   }
+  end_message(m, where, rows, true);
 }
 
 // Once a rank has missed the time limit, all waits end at once. The results are then useless, and the host reports it.
@@ -110,6 +140,14 @@ __device__ int await_ranks(const ExpertMemory& m) {
   __syncthreads();
   return there;
 }
+
+__global__ void __launch_bounds__(kThreads) count_kernel(const int* chosen, int entries, uint32_t* uses) {
+  after_previous();
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < entries; i += gridDim.x * kThreads)
+    if (chosen[i] >= 0) atomicAdd(uses + chosen[i], 1u);
+}
+
+__global__ void await_kernel(const __grid_constant__ ExpertMemory m) { await_ranks(m); }
 
 __global__ void __launch_bounds__(kThreads)
     returned_kernel(const __grid_constant__ ExpertMemory m, float* y, int width, int rows) {
@@ -167,12 +205,12 @@ __global__ void __launch_bounds__(kThreads)
         const int expert = met.chosen[at];
         if (expert < rank.begin || expert >= rank.end) continue;
         float value[kWide];
-        if (met.hot[expert]) {
+        if (is_of_ranks(met, expert)) {
+          read_entry(m.sums[r] + at * width + column, value);
+        } else {
           const float* from = rank.entries + (size_t)rank.entry_of[at] * width + column;
 #pragma unroll
           for (int k = 0; k < kWide; k++) value[k] = from[k];
-        } else {
-          read_entry(m.sums[r] + at * width + column, value);
         }
 #pragma unroll
         for (int k = 0; k < kWide; k++) own[k] = __fmaf_rn(value[k], met.shares[at], own[k]);
@@ -195,6 +233,17 @@ void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const 
                    const HotExpertsOfLayer& hot, const int* where, int rows, const Queue& queue) {
   start(queue, dispatch_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, routing, hot, where, rows);
 }
+
+void dispatch_part(const ExpertMemory& memory, const float* x, int width, const MetEntries& met, const int* where,
+                   int rows, const Queue& queue) {
+  start(queue, dispatch_part_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, met, where, rows);
+}
+
+void count_uses(const int* chosen, int entries, uint32_t* uses, const Queue& queue) {
+  start(queue, count_kernel, std::min(ceil_div(entries, kThreads), kReceivers), kThreads, 0, chosen, entries, uses);
+}
+
+void await_ranks(const ExpertMemory& memory, const Queue& queue) { start(queue, await_kernel, 1, 32, 0, memory); }
 
 void returned_sums(const ExpertMemory& memory, float* y, int width, int rows, const Queue& queue) {
   start(queue, returned_kernel, ctas(rows, width, kReceivers), kThreads, 0, memory, y, width, rows);

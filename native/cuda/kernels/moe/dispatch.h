@@ -13,6 +13,7 @@ struct ExpertMemory {
   float* shares = nullptr;                          // [rows, top]
   uint32_t* sent = nullptr;                         // messages so far
   int* sent_rows = nullptr;                         // of the latest one
+  int* sent_entries = nullptr;                      // whether it asks for entries
   int ranks = 0;                                    // of experts
   const float* sums[kMostExpertRanks] = {};         // [rows, width] of each rank
   const uint32_t* returned[kMostExpertRanks] = {};  // messages that it has answered
@@ -29,12 +30,21 @@ struct HotExpertsOfLayer {
   uint32_t* uses = nullptr;            // [experts]
   unsigned long long* hits = nullptr;  // entries of hot experts, of all layers
 };
-// The entries of a layer where they meet: those of hot experts on the GPU, the others in messages.
+// Some of a layer's experts.
+struct ExpertSet {
+  uint32_t words[kMaxExperts / 32] = {};
+
+  AS_BOTH bool has(int expert) const { return words[expert / 32] >> (expert % 32) & 1; }
+  void add(int expert) { words[expert / 32] |= 1u << (expert % 32); }
+};
+
+// The entries of a layer where they meet: some on the GPU, the others in messages.
 struct MetEntries {
   int top = 0;
   const int* hot = nullptr;       // as above
   const int* chosen = nullptr;    // [rows, top]
   const float* shares = nullptr;  // [rows, top]
+  ExpertSet by_ranks;             // their entries, unless they are hot, are in messages; the others on the GPU
   struct Rank {
     int begin = 0, end = 0;          // its experts
     const int* entry_of = nullptr;   // [rows, top]
@@ -49,6 +59,14 @@ void choose_experts(const float* logits, const Router& router, const Routing& ro
 // route()).
 void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing,
                    const HotExpertsOfLayer& hot, const int* where, int rows, const Queue& queue);
+// The same of a step in which the GPU computes experts, too: rows of which ranks compute no entries are not written.
+// The message asks for entries.
+void dispatch_part(const ExpertMemory& memory, const float* x, int width, const MetEntries& met, const int* where,
+                   int rows, const Queue& queue);
+// Waits for the ranks' answers by few polls, while the host's memory is copied; what follows finds them.
+void await_ranks(const ExpertMemory& memory, const Queue& queue);
+// uses[expert] += its entries. chosen: [entries]; negative ones are not counted.
+void count_uses(const int* chosen, int entries, uint32_t* uses, const Queue& queue);
 // y [rows, width] = the sums of all ranks, added in rank order: ((0 + 1) + 2) + ...; zeros for padding rows.
 void returned_sums(const ExpertMemory& memory, float* y, int width, int rows, const Queue& queue);
 // The same of ranks that return entries [rows, top, width]: each rank's sum is of its experts in ascending order, as
