@@ -231,7 +231,7 @@ def test_memory_of_steps_that_both_compute(monkeypatch):
         assert all(value > 0 for value in more)
         entries = 3 * 4 * 72    # bytes of a row's entries
         assert entries * 64 <= more[1] - more[0] < entries * 64 + (1 << 15)
-        assert entries * 2048 <= more[3] - more[2] < 2 * entries * 2048     # SPLIT_ROWS
+        assert entries * 1024 <= more[3] - more[2] < 2 * entries * 1024     # SPLIT_ROWS
 
 
 def block_of(address: bytes) -> np.ndarray:
