@@ -30,7 +30,8 @@ struct Routing {
   int* row_of = nullptr;    // [entries]
   ExpertTile* tiles = nullptr;
   int* tile_count = nullptr;
-  int* ended = nullptr;  // finished CTAs of route(); 0 between launches
+  int* ended = nullptr;   // finished CTAs of route(); 0 between launches
+  int* counts = nullptr;  // of many entries: each expert's in each slice of them
 };
 // Bytes of a Routing's arrays, and their placement in memory; the caller sets top, begin and end.
 size_t routing_bytes(int rows, int top, int experts);
