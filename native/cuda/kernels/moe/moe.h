@@ -84,13 +84,11 @@ struct Combination : NormedSum {
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 
-constexpr int kManyShared = 1024;
 // routed + shared sigmoid(gate's product, as gemm_small_n() computes it)
 struct SharedSum : NormedSum {
   GemmArgs gate;  // of one column, which is not written
   const float *shared = nullptr, *routed = nullptr;
-  // If there are entries, their weighted sum, as combine_experts() computes it, is what `routed` would be. From
-  // kManyShared rows on combine_experts() and this, without entries, are faster.
+  // If there are entries, their weighted sum, as combine_experts() computes it, is what `routed` would be.
   const float* entries = nullptr;
   Routing routing;
 };
