@@ -135,12 +135,9 @@ int bind_shared_sum(Binding& b, size_t i) {
   if (b.unsummed) {
     SharedSum sums = found->sum;  // of entries
     sums.entries = b.unsummed->sum.entries, sums.routing = b.unsummed->sum.routing;
-    b.add_launch(row_set,
-                 [=, first = b.unsummed->sum, row = b.unsummed->row, plain = found->sum, queue = b.queue](int rows) {
-                   if (rows >= kManyShared) combine_experts(first, rows, queue);
-                   const bool summed = rows >= kManyShared || (rows == 1 && row);  // the latter by combine_row()
-                   add_shared_expert(summed ? plain : sums, rows, queue);
-                 });
+    b.add_launch(row_set, [=, row = b.unsummed->row, plain = found->sum, queue = b.queue](int rows) {
+      add_shared_expert(rows == 1 && row ? plain : sums, rows, queue);  // combine_row() has summed a single row's
+    });
     b.also.push_back(b.unsummed->op), b.unsummed.reset();
   } else {
     b.add_launch(row_set, [sum = found->sum, queue = b.queue](int rows) { add_shared_expert(sum, rows, queue); });

@@ -111,6 +111,12 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
       "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(blocks)
       : "memory");
 }
+// This thread's copies by copy_16() arrive at a barrier once they have ended.
+__device__ inline void arrive_when_copied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// wgmma reads shared memory by the async proxy, copy_16() writes it by the generic one.
+__device__ inline void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A thread's warpgroup. The compiler sees that it is uniform in a warp, so it computes descriptors only once.
 __device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); }

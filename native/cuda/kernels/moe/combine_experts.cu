@@ -9,7 +9,7 @@ namespace AS_DTYPE16 {
 namespace {
 
 constexpr int kEight = 8, kThreads = 512;
-constexpr int kRowsOfCta = 8;  // in steps of many rows
+constexpr int kManyRows = 1024, kRowsOfCta = 8;  // rows of a CTA in steps of many rows, if it does not sum entries
 
 // Norms a row of which each thread keeps its first eight columns and has summed the squares of all of its own. weights:
 // of these eight columns.
@@ -33,17 +33,23 @@ int threads_of(int width) { return std::min(ceil_div(width, 32 * kEight) * 32, k
 // Eight columns of the weighted sum of a row's entries.
 __device__ __forceinline__ void sum_entries(const float* values, const int* entries, const float* shares, int top,
                                             int column, int width, float (&sum)[kEight]) {
+  constexpr int kAtOnce = 4;  // entries whose loads are under way together
 #pragma unroll
   for (int j = 0; j < kEight; j++) sum[j] = 0;
-#pragma unroll 8
-  for (int i = 0; i < top; i++) {
-    const int entry = entries[i];
-    const float share = shares[i];
-    if (entry < 0) continue;
-    float own[kEight];
-    read_eight(values + (size_t)entry * width, column, width, own);
+  for (int begin = 0; begin < top; begin += kAtOnce) {
+    float own[kAtOnce][kEight], share[kAtOnce];
+    bool there[kAtOnce];
 #pragma unroll
-    for (int j = 0; j < kEight; j++) sum[j] = fmaf(own[j], share, sum[j]);
+    for (int i = 0; i < kAtOnce; i++) {
+      const int at = min(begin + i, top - 1), entry = entries[at];
+      there[i] = begin + i < top && entry >= 0, share[i] = shares[at];
+      read_eight(values + (size_t)max(entry, 0) * width, column, width, own[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++)
+#pragma unroll
+      for (int j = 0; j < kEight; j++)
+        if (there[i]) sum[j] = fmaf(own[i][j], share[i], sum[j]);
   }
 }
 
@@ -123,6 +129,47 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The sum of entries in steps of many rows, of up to kManyWidth columns: a CTA for each row, with few registers so that
+// more rows are under way. Its last warp computes the gate while the others read.
+constexpr int kManyWidth = 2048, kManyThreads = kManyWidth / kEight + 32;
+template <bool kWhole>
+__global__ void __launch_bounds__(kManyThreads, 3) sum_many_kernel(const __grid_constant__ SharedSum c) {
+  extern __shared__ __align__(16) float gate_weights[];
+  __shared__ float gate;
+  const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x;
+  const size_t begin = (size_t)row * width;
+  let_next_begin();
+  bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
+  await_previous();
+  __syncthreads();
+  float sum[kEight], before[kEight] = {}, shared[kEight];
+  if (threadIdx.x / 32 == blockDim.x / 32 - 1) {
+    float dot[1][1];
+    multiply_rows<1, 1, kWhole>(c.gate.x.values + (size_t)row * c.gate.w.k, 1, gate_weights, c.gate.w.k, dot);
+    if (threadIdx.x % 32 == 0) gate = c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
+  } else if (first < width) {
+    if (c.adds) read_eight(c.y.values + begin, first, width, before);
+    read_eight(c.shared + begin, first, width, shared);
+    sum_entries(c.entries, c.routing.entry_of + (size_t)row * top, c.routing.shares + (size_t)row * top, top, first,
+                width, sum);
+  }
+  float weights[kEight];
+  if (c.norm.weight) read_eight(c.norm.weight, first, width, weights);
+  __syncthreads();
+  float squares = 0;
+  if (first < width) {
+    const float factor = 1.0f / (1.0f + expf(-gate));  // of sigmoid_mul()
+#pragma unroll
+    for (int j = 0; j < kEight; j++) {
+      sum[j] = __fadd_rn(sum[j], __fmul_rn(shared[j], factor));
+      if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
+      squares = fmaf(sum[j], sum[j], squares);
+    }
+    put_eight(c.y, row, first, width, sum);
+  }
+  if (c.norm.weight) norm_row(c, row, squares, sum, weights);
+}
+
 }  // namespace
 
 void combine_experts(const Combination& c, int rows, const Queue& queue) {
@@ -134,7 +181,11 @@ void add_shared_expert(const SharedSum& c, int rows, const Queue& queue) {
     return c.gate.w.k % kLaneColumns ? add_shared_expert_kernel<false, sums> : add_shared_expert_kernel<true, sums>;
   };
   const auto kernel = c.entries ? choose(std::true_type()) : choose(std::false_type());
-  const int each = rows < kManyShared ? 1 : kRowsOfCta;
+  if (c.entries && rows >= kManyRows && c.y.width <= kManyWidth) {
+    const auto kernel = c.gate.w.k % kLaneColumns ? sum_many_kernel<false> : sum_many_kernel<true>;
+    return start(queue, kernel, rows, threads_of(c.y.width) + 32, padded_columns(c.gate.w.k) * sizeof(float), c);
+  }
+  const int each = c.entries || rows < kManyRows ? 1 : kRowsOfCta;
   start(queue, kernel, ceil_div(rows, each), threads_of(c.y.width), padded_columns(c.gate.w.k) * sizeof(float), c, rows,
         each);
 }

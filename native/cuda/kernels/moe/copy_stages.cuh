@@ -9,7 +9,8 @@ namespace AS_DTYPE16 {
 // Copies the stages of one item after the other to a ring of S::kStages stages. ask(tile, item, b, stage) copies the
 // weights of stage number b; copy(rows, b, stage) copies a thread's share of the rows, which rows_of(tile) describes.
 // early: weights are copied before the previous kernel has ended. Copies of S::kLag stages are in flight before a
-// thread tells of the first one.
+// thread tells of the first one, after a fence, which waits for all of its copies; 0: the copies tell of themselves,
+// and warps that multiply fence.
 template <typename S, typename Ask, typename RowsOf, typename Copy>
 __device__ __forceinline__ void copy_stages(uint64_t (&full)[S::kStages], uint64_t (&empty)[S::kStages],
                                             const Routing& r, int items, int columns, int stages_of_k, bool early,
@@ -17,7 +18,7 @@ __device__ __forceinline__ void copy_stages(uint64_t (&full)[S::kStages], uint64
   Pipeline<S::kStages> ring, told;
   int untold = 0;
   const auto tell = [&] {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads the copies by the async proxy
+    fence_for_wgmma();
     barrier_arrive(&full[told.stage]);
     told.next();
   };
@@ -37,6 +38,10 @@ __device__ __forceinline__ void copy_stages(uint64_t (&full)[S::kStages], uint64
       if (asked > 0) asked--;
       else ask(tile, item, b, ring.stage);
       copy(rows, b, ring.stage);
+      if (S::kLag == 0) {
+        arrive_when_copied(&full[ring.stage]);
+        continue;
+      }
       commit_copies();
       if (untold < S::kLag) {
         untold++;
@@ -46,6 +51,7 @@ __device__ __forceinline__ void copy_stages(uint64_t (&full)[S::kStages], uint64
       }
     }
   }
+  if (S::kLag == 0) commit_copies();
   wait_copies<0>();
   while (untold-- > 0) tell();
 }

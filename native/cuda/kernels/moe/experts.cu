@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kGroupThreads = 1024;
-constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // limits of a step that one CTA routes
+constexpr int kOneGroups = 4096, kSlice = 2048, kSliceThreads = 512;  // most entries that one CTA groups; slices
+constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;    // limits of a step that one CTA routes
 
 // Calls visit(i, numbers[i]) for all entries, by all threads of a CTA, with several loads under way. A thread visits
 // the same entries each time.
@@ -30,32 +31,16 @@ __device__ __forceinline__ void visit_entries(const int* numbers, int entries, V
   }
 }
 
-// A CTA sorts entries by expert, in any order within an expert. chosen: the entries' experts, which are overwritten.
-// of: a number for each expert, in shared memory.
-__device__ void group(const Routing& routing, int* chosen, int entries, int tile_rows, int* of) {
+// An entry's expert and its place among the expert's entries.
+constexpr int kExpertBits = 10;
+static_assert(kMaxExperts <= 1 << kExpertBits);
+__device__ __forceinline__ int expert_of(int both) { return both & ((1 << kExpertBits) - 1); }
+__device__ __forceinline__ int place_of(int both) { return both >> kExpertBits; }
+
+// of: the numbers of the experts' entries, which become the first entries. Lists the tiles, if `lists`. By a CTA.
+__device__ void begin_experts(const Routing& routing, int tile_rows, bool lists, int* of) {
   const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (entries == routing.top) {  // a single row: its experts are in order
-    if (warp) return;
-    const int expert = lane < entries ? chosen[lane] - routing.begin : -1;
-    const bool own = expert >= 0 && expert < experts;
-    const uint32_t all = __ballot_sync(0xffffffffu, own);
-    const int entry = __popc(all & ((1u << lane) - 1));
-    if (lane < entries) routing.entry_of[lane] = own ? entry : -1;
-    if (own) routing.row_of[entry] = 0, routing.tiles[entry] = {expert, entry, 1};
-    if (lane == 0) *routing.tile_count = __popc(all);
-    return;
-  }
   __shared__ int of_warps[2][kGroupThreads / 32];  // entries and tiles
-  for (int e = threadIdx.x; e < experts; e += blockDim.x) of[e] = 0;
-  __syncthreads();
-  // The expert and the entry's place among its entries.
-  constexpr int kBits = 10;
-  static_assert(kMaxExperts <= 1 << kBits);
-  visit_entries(chosen, entries, [&](int i, int expert) {
-    expert -= routing.begin;
-    chosen[i] = expert >= 0 && expert < experts ? expert | atomicAdd(&of[expert], 1) << kBits : -1;
-  });
-  __syncthreads();
   // A thread has an expert: where its entries and its tiles begin.
   int before = 0, tiles_before = 0;
   for (int begin = 0; begin < experts; begin += blockDim.x) {
@@ -76,13 +61,38 @@ __device__ void group(const Routing& routing, int* chosen, int entries, int tile
       before += entries_there, tiles_before += tiles_there;
     }
     if (e < experts) of[e] = first;
-    for (int i = 0; i < tiles; i++)
+    for (int i = 0; i < tiles && lists; i++)
       routing.tiles[first_tile + i] = {e, first + i * tile_rows, min(tile_rows, count - i * tile_rows)};
     __syncthreads();
   }
-  if (threadIdx.x == 0) *routing.tile_count = tiles_before;
-  visit_entries(chosen, entries, [&](int i, int place) {
-    const int entry = place >= 0 ? of[place & ((1 << kBits) - 1)] + (place >> kBits) : -1;
+  if (threadIdx.x == 0 && lists) *routing.tile_count = tiles_before;
+}
+
+// A CTA sorts entries by expert, in any order within an expert. chosen: the entries' experts, which are overwritten.
+// of: a number for each expert, in shared memory.
+__device__ void group(const Routing& routing, int* chosen, int entries, int tile_rows, int* of) {
+  const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (entries == routing.top) {  // a single row: its experts are in order
+    if (warp) return;
+    const int expert = lane < entries ? chosen[lane] - routing.begin : -1;
+    const bool own = expert >= 0 && expert < experts;
+    const uint32_t all = __ballot_sync(0xffffffffu, own);
+    const int entry = __popc(all & ((1u << lane) - 1));
+    if (lane < entries) routing.entry_of[lane] = own ? entry : -1;
+    if (own) routing.row_of[entry] = 0, routing.tiles[entry] = {expert, entry, 1};
+    if (lane == 0) *routing.tile_count = __popc(all);
+    return;
+  }
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) of[e] = 0;
+  __syncthreads();
+  visit_entries(chosen, entries, [&](int i, int expert) {
+    expert -= routing.begin;
+    chosen[i] = expert >= 0 && expert < experts ? expert | atomicAdd(&of[expert], 1) << kExpertBits : -1;
+  });
+  __syncthreads();
+  begin_experts(routing, tile_rows, true, of);
+  visit_entries(chosen, entries, [&](int i, int both) {
+    const int entry = both >= 0 ? of[expert_of(both)] + place_of(both) : -1;
     routing.entry_of[i] = entry;
     if (entry >= 0) routing.row_of[entry] = i / routing.top;
   });
@@ -104,6 +114,54 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(Routing routing, i
   extern __shared__ int numbers[];
   after_previous();
   group(routing, routing.entry_of, entries, tile_rows, numbers);
+}
+
+// The same of many entries, by CTAs with kSlice of them each. Counts them by expert:
+__global__ void __launch_bounds__(kSliceThreads) count_kernel(Routing routing, int entries) {
+  extern __shared__ int numbers[];
+  after_previous();
+  const int experts = routing.end - routing.begin, begin = blockIdx.x * kSlice + threadIdx.x;
+  constexpr int kEach = kSlice / kSliceThreads;
+  for (int e = threadIdx.x; e < experts; e += kSliceThreads) numbers[e] = 0;
+  int expert[kEach], place[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int at = begin + i * kSliceThreads;
+    expert[i] = at < entries ? routing.entry_of[at] - routing.begin : -1;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kEach; i++)
+    if (expert[i] >= 0 && expert[i] < experts) place[i] = atomicAdd(&numbers[expert[i]], 1);
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += kSliceThreads) routing.counts[blockIdx.x * experts + e] = numbers[e];
+#pragma unroll
+  for (int i = 0; i < kEach; i++)
+    if (const int at = begin + i * kSliceThreads; at < entries)
+      routing.entry_of[at] = expert[i] >= 0 && expert[i] < experts ? expert[i] | place[i] << kExpertBits : -1;
+}
+// Then places them.
+__global__ void __launch_bounds__(kSliceThreads) place_kernel(Routing routing, int entries, int tile_rows) {
+  extern __shared__ int numbers[];
+  after_previous();
+  const int experts = routing.end - routing.begin, begin = blockIdx.x * kSlice;
+  int* const before = numbers + experts;  // entries in earlier slices
+  for (int e = threadIdx.x; e < experts; e += kSliceThreads) {
+    int all = 0, earlier = 0;
+#pragma unroll 16
+    for (int i = 0; i < gridDim.x; i++) {
+      const int count = __ldcg(routing.counts + i * experts + e);
+      all += count, earlier += i < blockIdx.x ? count : 0;
+    }
+    numbers[e] = all, before[e] = earlier;
+  }
+  __syncthreads();
+  begin_experts(routing, tile_rows, blockIdx.x == 0, numbers);
+  visit_entries(routing.entry_of + begin, min(kSlice, entries - begin), [&](int i, int both) {
+    const int expert = expert_of(both), entry = both >= 0 ? numbers[expert] + before[expert] + place_of(both) : -1;
+    routing.entry_of[begin + i] = entry;
+    if (entry >= 0) routing.row_of[entry] = (begin + i) / routing.top;
+  });
 }
 
 // Few rows: a CTA for each expert computes its logits. The last CTA to end routes all rows and groups their entries.
@@ -155,12 +213,14 @@ int max_tiles(int entries, int experts) {
   return entries < many ? entries : many;
 }
 
+size_t slices_of(int entries) { return entries <= kOneGroups ? 0 : ceil_div(entries, kSlice); }
+
 }  // namespace
 
 size_t routing_bytes(int rows, int top, int experts) {
   const size_t entries = (size_t)rows * top;
   return 3 * round_up_256(entries * 4) + round_up_256(max_tiles((int)entries, experts) * sizeof(ExpertTile)) +
-         2 * round_up_256(4);
+         2 * round_up_256(4) + round_up_256(slices_of((int)entries) * experts * sizeof(int));
 }
 
 void place_routing(char* memory, int rows, int experts, Routing& r) {
@@ -174,11 +234,15 @@ void place_routing(char* memory, int rows, int experts, Routing& r) {
   r.row_of = reinterpret_cast<int*>(take(entries * 4));
   r.tiles = reinterpret_cast<ExpertTile*>(take(max_tiles((int)entries, experts) * sizeof(ExpertTile)));
   r.tile_count = reinterpret_cast<int*>(take(4)), r.ended = reinterpret_cast<int*>(take(4));
+  r.counts = reinterpret_cast<int*>(take(slices_of((int)entries) * experts * sizeof(int)));
 }
 
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue) {
-  start(queue, group_kernel, 1, kGroupThreads, (routing.end - routing.begin) * sizeof(int), routing, rows * routing.top,
-        tile_rows);
+  const int entries = rows * routing.top, slices = (int)slices_of(entries);
+  const size_t shared = (routing.end - routing.begin) * sizeof(int);
+  if (!slices) return start(queue, group_kernel, 1, kGroupThreads, shared, routing, entries, tile_rows);
+  start(queue, count_kernel, slices, kSliceThreads, shared, routing, entries);
+  start(queue, place_kernel, slices, kSliceThreads, 2 * shared, routing, entries, tile_rows);
 }
 
 void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,

@@ -36,8 +36,7 @@ struct Shape {
                        kPlaces = kCopies > kDepth ? kRows / kAround : 1;
   // Arrivals at an empty stage of a warpgroup: with MXFP4 each warp itself has read its weights.
   static constexpr int kEnds = kMx ? 4 : 1;
-  // Stages whose rows may still be in flight when those of another one are requested.
-  static constexpr int kLag = 2;
+  static constexpr int kLag = kMx ? 2 : 0;  // see copy_stages()
   static_assert(kLag < kStages);
 };
 
@@ -193,6 +192,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             }
           }
         } else {
+          fence_for_wgmma();
           begin_wgmma();
 #pragma unroll
           for (int step = 0; step < 4; step++)

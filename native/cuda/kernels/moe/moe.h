@@ -30,7 +30,8 @@ struct Routing {
   int* row_of = nullptr;    // [entries]
   ExpertTile* tiles = nullptr;
   int* tile_count = nullptr;
-  int* ended = nullptr;  // finished CTAs of route(); 0 between launches
+  int* ended = nullptr;   // finished CTAs of route(); 0 between launches
+  int* counts = nullptr;  // of many entries: each expert's in each slice of them
 };
 // Bytes of a Routing's arrays, and their placement in memory; the caller sets top, begin and end.
 size_t routing_bytes(int rows, int top, int experts);
@@ -83,13 +84,11 @@ struct Combination : NormedSum {
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 
-constexpr int kManyShared = 1024;
 // routed + shared sigmoid(gate's product, as gemm_small_n() computes it)
 struct SharedSum : NormedSum {
   GemmArgs gate;  // of one column, which is not written
   const float *shared = nullptr, *routed = nullptr;
-  // If there are entries, their weighted sum, as combine_experts() computes it, is what `routed` would be. From
-  // kManyShared rows on combine_experts() and this, without entries, are faster.
+  // If there are entries, their weighted sum, as combine_experts() computes it, is what `routed` would be.
   const float* entries = nullptr;
   Routing routing;
 };

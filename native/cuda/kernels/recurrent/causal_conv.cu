@@ -5,7 +5,8 @@
 namespace as::cuda {
 namespace {
 
-constexpr int kThreads = 128, kSegment = 16;  // kSegment: rows of a CTA's turn in long items
+constexpr int kThreads = 128, kSegment = 16,  // kSegment: rows of a CTA's turn in long items
+    kKeepParts = 8;
 
 // A channel of an item: its rows in the step, and before it in the slot's page.
 struct Channel {
@@ -25,37 +26,54 @@ struct Channel {
     return position < item.position ? *before(position, item.position) : *recent(position);
   }
 
-  // Rows [first, last) of the item. kTaps: the number of taps, 0 for any.
-  template <int kTaps>
+  // Rows [first, last) of the item. kTaps: the number of taps, 0 for any. kAtOnce: rows that are loaded together.
+  template <int kTaps, int kAtOnce>
   __device__ void compute(int first, int last) const {
     const float bias = p.bias ? p.bias[c] : 0.0f;
     const float* weights = p.weight + (size_t)c * p.taps;
     float window[kTaps ? kTaps : 1], weight[kTaps ? kTaps : 1];
 #pragma unroll
     for (int t = 0; t < kTaps; t++) weight[t] = weights[t], window[t] = t ? row(item.start + first - kTaps + t) : 0;
-#pragma unroll 4
-    for (int i = first; i < last; i++) {
-      float sum = bias;
-      if constexpr (kTaps > 0) {
+    const float* x = p.x + (size_t)(item.row + first) * p.channels + c;
+    float* y = p.y + (size_t)(item.row + first) * p.channels + c;
+    const auto put = [&](float sum) {
+      *y = p.activated ? __fmul_rn(sum, __frcp_rn(1.0f + expf(-sum))) : sum;
+      y += p.channels;
+    };
+    if constexpr (kTaps > 0) {
+      for (int begin = first; begin < last; begin += kAtOnce) {
+        float values[kAtOnce];  // loads are under way together
 #pragma unroll
-        for (int t = 0; t + 1 < kTaps; t++) window[t] = window[t + 1];
-        window[kTaps - 1] = p.x[(size_t)(item.row + i) * p.channels + c];
+        for (int i = 0; i < kAtOnce; i++)
+          if (begin + i < last) values[i] = x[(size_t)(begin + i - first) * p.channels];
 #pragma unroll
-        for (int t = 0; t < kTaps; t++) sum = fmaf(window[t], weight[t], sum);
-      } else {
-        for (int t = 0; t < p.taps; t++) sum = fmaf(row(item.start + i - (p.taps - 1 - t)), weights[t], sum);
+        for (int i = 0; i < kAtOnce; i++) {
+          if (begin + i >= last) break;
+#pragma unroll
+          for (int t = 0; t + 1 < kTaps; t++) window[t] = window[t + 1];
+          window[kTaps - 1] = values[i];
+          float sum = bias;
+#pragma unroll
+          for (int t = 0; t < kTaps; t++) sum = fmaf(window[t], weight[t], sum);
+          put(sum);
+        }
       }
-      p.y[(size_t)(item.row + i) * p.channels + c] =
-          p.activated ? __fmul_rn(sum, __fdiv_rn(1.0f, 1.0f + expf(-sum))) : sum;
+    } else {
+      for (int i = first; i < last; i++) {
+        float sum = bias;
+        for (int t = 0; t < p.taps; t++) sum = fmaf(row(item.start + i - (p.taps - 1 - t)), weights[t], sum);
+        put(sum);
+      }
     }
   }
 
-  // The page after the step.
-  __device__ void keep() const {
+  // The page after the step, or a part of it.
+  __device__ void keep(int part = 0, int parts = 1) const {
     const int end = item.start + item.count, last = (end - item.drafts) / kChunkRows * kChunkRows;
-    if (last > item.position)
+    if (last > item.position && !part)
       for (int position = last - (p.taps - 1); position < last; position++) *before(position, last) = row(position);
-    for (int position = max(item.start, end - ring); position < end; position++) *recent(position) = row(position);
+    for (int position = max(item.start, end - ring) + part; position < end; position += parts)
+      *recent(position) = row(position);
   }
 };
 
@@ -67,27 +85,30 @@ __global__ void __launch_bounds__(kThreads) short_kernel(CausalConv p, const Sta
   const int c = blockIdx.x * kThreads + threadIdx.x;
   if (item.slot < 0 || c >= p.channels) return;
   const Channel channel{p, item, c, p.taps - 1 + kChunkRows};
-  channel.compute<kTaps>(0, item.count);
+  channel.compute<kTaps, 4>(0, item.count);
   channel.keep();
 }
 
 template <int kTaps>
-__global__ void __launch_bounds__(kThreads) chunks_kernel(CausalConv p, StateRows rows) {
+__global__ void __launch_bounds__(kThreads, 8) chunks_kernel(CausalConv p, StateRows rows) {
   after_previous();
-  const StateChunk chunk = rows.chunks[blockIdx.y];
+  const StateChunk chunk = rows.chunks[blockIdx.z];
   const StateItem item = rows.items[chunk.item];
   const int c = blockIdx.x * kThreads + threadIdx.x;
   if (c >= p.channels) return;
-  const int first = max(chunk.at, item.start) + blockIdx.z * kSegment - item.start,
+  const int first = max(chunk.at, item.start) + blockIdx.y * kSegment - item.start,
             last = min(chunk.at + kChunkRows - item.start, item.count);
-  if (first < last) Channel{p, item, c, p.taps - 1 + kChunkRows}.compute<kTaps>(first, min(first + kSegment, last));
+  if (first < last)
+    Channel{p, item, c, p.taps - 1 + kChunkRows}.compute<kTaps, kSegment>(first, min(first + kSegment, last));
 }
 
 __global__ void __launch_bounds__(kThreads) keep_kernel(CausalConv p, const StateItem* items) {
   after_previous();
   const StateItem item = items[blockIdx.y];
   const int c = blockIdx.x * kThreads + threadIdx.x;
-  if (c < p.channels) Channel{p, item, c, p.taps - 1 + kChunkRows}.keep();
+  // With drafts, rows of the ring that one part writes could be those that another one reads.
+  const int parts = item.drafts ? 1 : gridDim.z;
+  if (c < p.channels && blockIdx.z < parts) Channel{p, item, c, p.taps - 1 + kChunkRows}.keep(blockIdx.z, parts);
 }
 
 template <int kTaps>
@@ -95,8 +116,8 @@ void launch(const CausalConv& p, const StateRows& rows, const Queue& queue) {
   const int parts = ceil_div(p.channels, kThreads);
   if (rows.short_items) start(queue, short_kernel<kTaps>, dim3(parts, rows.short_items), kThreads, 0, p, rows.items);
   if (rows.long_items) {
-    start(queue, chunks_kernel<kTaps>, dim3(parts, rows.chunk_count, kChunkRows / kSegment), kThreads, 0, p, rows);
-    start(queue, keep_kernel, dim3(parts, rows.long_items), kThreads, 0, p, rows.items + rows.short_items);
+    start(queue, chunks_kernel<kTaps>, dim3(parts, kChunkRows / kSegment, rows.chunk_count), kThreads, 0, p, rows);
+    start(queue, keep_kernel, dim3(parts, rows.long_items, kKeepParts), kThreads, 0, p, rows.items + rows.short_items);
   }
 }
 
