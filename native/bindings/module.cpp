@@ -46,6 +46,9 @@ PYBIND11_MODULE(_native, m) {
   as::kernels();  // an unsupported CPU is an error at import
   m.def("isa", [] { return std::string(as::kernels().name); }, "The instruction set in use.");
   m.def("isas", as::supported_isas, "Instruction sets that both this CPU and this build support, best first.");
+  m.def("uses_streams", as::uses_streams,
+        "Whether AVX2's kernels multiply one row with several panels of weights in turn; by the processor at first.");
+  m.def("use_streams", as::use_streams, py::arg("several"), "For tests and benchmarks, while nothing computes.");
   m.def("use_isa", as::use_isa, py::arg("name"),
         "Changes the instruction set in use, before any model or shared memory exists.");
   m.def(

@@ -77,9 +77,14 @@ bool cpuid_has(unsigned leaf, unsigned subleaf, Register in, unsigned bits) {
 // model of 0.5B in bfloat16, avx512_bf16 / avx512_vnni: prompts 218 / 334 tokens/s, 8 rows 76 / 117.
 bool slow_bf16() { return __builtin_cpu_is("intel"); }
 
+// Zen 3 reads four streams a core 1.2 to 1.4 times as fast as one; Zen 5 and Emerald Rapids read one faster
+// (docs/decisions/cpu-matmul.md). Not measured elsewhere.
+bool likes_streams() { return __builtin_cpu_is("znver3"); }
+
 #elif defined(__aarch64__)
 
 bool slow_bf16() { return false; }
+bool likes_streams() { return false; }
 
 [[maybe_unused]] bool has_neon() { return getauxval(AT_HWCAP) & (1ul << 1); }           // HWCAP_ASIMD
 [[maybe_unused]] bool has_neon_dotprod() { return getauxval(AT_HWCAP) & (1ul << 20); }  // HWCAP_ASIMDDP
@@ -141,6 +146,8 @@ const Isa* choose() {
   return isa;
 }
 
+bool streams = likes_streams();
+
 const Isa*& chosen() {
   static const Isa* isa = choose();
   return isa;
@@ -157,6 +164,10 @@ std::vector<std::string> supported_isas() {
   for (const Isa* isa : supported()) names.push_back(isa->name);
   return names;
 }
+
+bool uses_streams() { return streams; }
+
+void use_streams(bool several) { streams = several; }
 
 void use_isa(const std::string& name) {
   chosen() = supported(name, "instruction set ");

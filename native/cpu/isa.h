@@ -13,4 +13,9 @@ std::vector<std::string> supported_isas();
 // exists. Throws std::runtime_error if it is not supported.
 void use_isa(const std::string& name);
 
+// Whether kernels that can multiply one row with several panels of weights in turn (kernels/tile.h) do so. The bits are
+// the same. At first by the processor; use_streams() is for tests and benchmarks, while nothing computes.
+bool uses_streams();
+void use_streams(bool several);
+
 }  // namespace as

@@ -1,4 +1,10 @@
-"""The executor: what it refuses without changing anything, and the effect of one thread's failure on the others."""
+"""The executor: what it refuses without changing anything, the effect of one thread's failure on the others, and that
+streams of weights do not change bits.
+"""
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -28,6 +34,34 @@ def test_products_of_shapes_that_do_not_fit_are_refused(x, out_features, bias):
     assert executor.multiply(handle, np.ones((0, 32), np.float32), 5).shape == (0, 5)
     with pytest.raises(IndexError):
         executor.multiply(handle + 1, np.ones((2, 32), np.float32), 5)
+
+
+STREAMS = """
+import numpy as np
+from allspark_server import _native
+rng = np.random.default_rng(int.from_bytes(__import__("os").urandom(4), "little"))
+for n, k in ((1, 1), (67, 31), (129, 257), (640, 192), (1031, 896)):
+    for form, group in (("bfloat16", 0), ("float32", 0), ("w8a8", 0), ("w8a8", 64), ("w4a8", 64), ("int4", 64),
+                        ("int8", 0)):
+        if group and k < group:
+            continue
+        executor = _native.Executor(num_threads=2)
+        handle = executor.add_matrix(n, k, form, group)
+        executor.fill_matrix(handle, rng.normal(size=(n, k)).astype(np.float32), "F32")
+        x, bias, found = rng.normal(size=(1, k)).astype(np.float32), rng.normal(size=n).astype(np.float32), []
+        for several in (False, True):
+            _native.use_streams(several)
+            found.append(executor.multiply(handle, x, n, bias).tobytes())
+        assert found[0] == found[1], (n, k, form, group)
+print("equal")
+"""
+
+
+@pytest.mark.skipif("avx2" not in _native.isas(), reason="AVX2's kernels have streams")
+def test_streams_of_weights_do_not_change_bits():
+    ran = subprocess.run([sys.executable, "-c", STREAMS], env=os.environ | {"ALLSPARK_ISA": "avx2"}, text=True,
+                         capture_output=True, timeout=100)
+    assert ran.stdout == "equal\n", ran.stderr
 
 
 def small_model():

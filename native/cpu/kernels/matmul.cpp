@@ -138,7 +138,7 @@ void stream_panels(const Packed& w, const typename F::X* x, const float* bias, f
 template <typename F>
 void matmul_typed(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   if constexpr (kStreams > 1)
-    if (m == 1)
+    if (m == 1 && uses_streams())
       return for_streams(p0, p1, [&](auto streams, int panel, int apart) {
         stream_panels<F, decltype(streams)::value>(w, F::activations(a, 0), bias, y, panel, apart);
       });

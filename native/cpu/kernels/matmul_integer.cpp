@@ -297,7 +297,7 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
     }
 #endif
   if constexpr (kStreams > 1 && (P == 1 || F::kUnit == 8))  // int8 gained nothing
-    if (m == 1)
+    if (m == 1 && uses_streams())
       return for_streams(p0, p1, [&](auto streams, int panel, int apart) {
         multiply_rows<F, 1, P, decltype(streams)::value>(w, at, a, 0, panel, apart, bias, y, ldy);
       });

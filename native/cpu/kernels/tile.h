@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cpu/isa.h"
 #include "cpu/kernels/format.h"
 #include "cpu/simd.h"
 
@@ -47,13 +48,14 @@ AS_INLINE void prefetch_weights(const void* w) {
 }
 constexpr int kStreamAhead = 3072;  // bytes, for weights of 8 bits and more
 
-// A single stream of weights leaves some of a core's bandwidth unused. So one row, for which memory is the bottleneck,
-// is multiplied with several panels in turn, each prefetched less far ahead. (Zen 3, one core: 12 GB/s with one stream,
-// 16 with four, of 16 that can be read. With turns or distances twice as long it is 14 to 15.)
+// A single stream of weights leaves some of a Zen 3 core's bandwidth unused. So one row, for which memory is the
+// bottleneck, is multiplied with several panels in turn there (isa.h: uses_streams()), each prefetched less far ahead.
+// (One core: 12 GB/s with one stream, 16 with four, of 16 that can be read. With turns or distances twice as long it is
+// 14 to 15.)
 #ifdef AS_ISA_AVX2
 constexpr int kStreams = 4;
 #else
-constexpr int kStreams = 1;  // not measured there yet
+constexpr int kStreams = 1;  // slower with AVX-512 on Zen 5 and Emerald Rapids
 #endif
 constexpr int kStreamsAhead = 1024;  // bytes, of each
 
