@@ -77,8 +77,9 @@ def stream_bytes(model: RankModel, rows: int, ranks: int) -> int:
     fixed = scratch = largest = stack = routing = split = 0
     split_rows = min(rows, SPLIT_ROWS) if BY_RANKS else 0
 
-    def routing_bytes(entries: int, experts: int) -> int:
-        return 14 * entries + 16 * experts + (8 << 10) if entries else 0
+    def routing_bytes(entries: int, experts: int) -> int:   # of native/cuda/kernels/moe/experts.cu, or a little more
+        return 14 * entries + (16 + 4 * (entries // 2048 + 1)) * experts + (8 << 10) if entries else 0
+
     for ops in expert_ops(model.whole):
         for rank in range(ranks):
             sizes = [_sizes(model, op, rank, ranks) for op in (ops[0], ops[2])]
