@@ -71,9 +71,7 @@ ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPan
   rates_ = rates();
   // Larger steps than are shared must be worth copying for alone.
   const bool shares = !split_.empty() && rates_.first_rows(false) <= limits.split_rows;
-  first_rows_ = limits.first_rows > 0   ? limits.first_rows
-                : limits.first_rows < 0 ? rates_.first_rows(shares)
-                                        : INT_MAX;
+  first_rows_ = limits.first_rows > 0 ? limits.first_rows : limits.first_rows < 0 ? rates_.first_rows(shares) : INT_MAX;
 }
 
 ExpertStream::~ExpertStream() { release(); }
