@@ -105,15 +105,12 @@ class MaskWriter:
 
     def _advance(self, sampled: list[tuple[Masked, list[int]]]) -> None:
         """Advances sequences; those by one token together, without the GIL, which the engine's thread needs."""
-        single = [(matcher, ids[0]) for one, ids in sampled if (matcher := one.guidance.takes_single(ids)) is not None]
+        matchers = [one.guidance.takes_single(ids) for one, ids in sampled]
+        single = [(matcher, ids[0]) for matcher, (_, ids) in zip(matchers, sampled) if matcher is not None]
         accepted = iter(self._executor.consume_token_par(single)) if single else iter(())
-        for one, ids in sampled:
-            guidance = one.guidance
+        for matcher, (one, ids) in zip(matchers, sampled):
             try:
-                if guidance.takes_single(ids) is None:
-                    guidance.advance(ids)
-                else:
-                    guidance.advance(ids, next(accepted))
+                one.guidance.advance(ids, None if matcher is None else next(accepted))
             except MatcherError as error:
                 self._on_error(one.sequence, error)
 

@@ -29,8 +29,7 @@ def runner_of(path: Path, threads: int = 1) -> ModelRunner:
     runner.load()
     runner.allocate_cache(Plans.SPANS)
     runner.masks.bits[:] = 0xFFFFFFFF
-    for row in range(len(runner.masks.bits)):  # a changed plan may name any
-        runner.masks.publish([row])
+    runner.masks.publish(list(range(len(runner.masks.bits))))  # a changed plan may name any
     return runner
 
 
