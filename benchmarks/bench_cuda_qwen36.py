@@ -1,7 +1,7 @@
 """Measures Qwen3.6-35B-A3B's shape on a GPU, in bfloat16 with random weights, through the engine in one process.
 
     bench_cuda_qwen36.py FOLDER [--layers 20] [--batch 1,8,32] [--prompts 8x1024,1x32768] [--compute-unit CUDA:0]
-                         [--step-tokens 8192] [--profile]
+                         [--step-tokens 8192] [--profile] [--kernels 14]
 
 Decode: milliseconds of a step, and the part of the roofline of `allspark bench static`: weights of the experts that its
 rows choose (each row independently), all other weights, states, keys and values. Prompts: tokens/s until all of them
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from allspark_server import Engine, _cuda
 
 TOKENS, SKIPPED, LAYERS = 300, 4, 40
 PROMPT = 128    # tokens before those that are decoded
+TRACED = 100    # tokens whose kernels are recorded
 MODEL = "m"
 
 
@@ -55,7 +57,11 @@ def main() -> None:
     parser.add_argument("--compute-unit", default="CUDA:0")
     parser.add_argument("--step-tokens", type=int, default=0, help="max_step_tokens (default: the engine's choice)")
     parser.add_argument("--profile", action="store_true", help="print the ops' times")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of a step, by their times")
     options = parser.parse_args()
+    if options.kernels:
+        sys.path.insert(0, str(Path(__file__).parent / "cuda"))
+        from step_kernels import kernels_of, show_kernels
     shape, rng = qwen36.Shape(options.layers), np.random.default_rng(3)
     batches = [int(n) for n in options.batch.split(",") if n]
     prompts = [tuple(map(int, each.split("x"))) for each in options.prompts.split(",") if each]
@@ -86,6 +92,9 @@ def main() -> None:
             print(f"decode x {rows}: {1e3 * step:.3f} ms, {rows / step / bound.tokens_per_second:.2f} of the roofline "
                   f"({bound.by}); all layers {1e3 * step * LAYERS / options.layers:.2f} ms, "
                   f"{rows / step * options.layers / LAYERS:,.0f} tokens/s", flush=True)
+            if options.kernels:
+                kernels = kernels_of(lambda rows=rows: asked(engine, rows, PROMPT, TRACED, rng, shape.tokens), 1)
+                show_kernels(kernels, TRACED, f"x {rows}, {TRACED} tokens and their prompts", options.kernels)
         for count, length in prompts:
             seconds = min(asked(engine, count, length, 1, rng, shape.tokens)[-1] for _ in range(3))
             print(f"prompts {count} x {length}: {seconds:.3f} s, all layers "

@@ -1,7 +1,8 @@
 """Shows the time of a step, kernel by kernel, as CUPTI records it (torch's profiler sees the whole process).
 
-`python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, with
-bench_cuda.py's arguments. Steps are timed without the profiler first. Prompts are one step of all their rows.
+`python step_kernels.py [7b] [decode=1,8] [at=128] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, with
+bench_cuda.py's arguments; at: the context of decoding. Steps are timed without the profiler first. Prompts are one step
+of all their rows.
 
 A kernel's time runs from the end of the previous one to its own end, so that overlapping kernels do not count twice.
 Kernels that depend on what ran before them (a GEMM after a norm, after attention, …) have lines of their own.
@@ -45,7 +46,11 @@ def kernels_of(step, times: int) -> list[tuple[float, float, str]]:
 
 
 def show(step, times: int, title: str, most: int) -> None:
-    kernels = kernels_of(step, times)
+    show_kernels(kernels_of(step, times), times, title, most)
+
+
+def show_kernels(kernels: list[tuple[float, float, str]], times: int, title: str, most: int) -> None:
+    """Prints the time of each of kernels_of(), of which there are so many steps."""
     spent, before, ended = defaultdict(list), ("", ""), None
     for begin, end, kernel in kernels:
         if ended is not None and begin - ended < 200:
@@ -62,7 +67,8 @@ def main(arguments: list[str]) -> None:
     asked = dict(a.split("=") for a in arguments if "=" in a)
     batches = [int(b) for b in asked.get("decode", "1").split(",") if b]
     prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
-    length, lines = max([512, *(n for _, n in prefill)]) + 128, int(asked.get("lines", 14))
+    at = int(asked.get("at", 128))
+    length, lines = max([512, at, *(n for _, n in prefill)]) + 128, int(asked.get("lines", 14))
     rows = max([8192, *(b * n for b, n in prefill)])
     sys.stdout.reconfigure(line_buffering=True)  # what is known is there when a limit of time ends the rest
     torch.cuda.init()
@@ -77,14 +83,14 @@ def main(arguments: list[str]) -> None:
 
         show(prompts, 3, f"prefill {batch} x {tokens}: {speed:,.0f} tokens/s", lines)
     for batch in batches:
-        seconds = model.decode(batch)
-        floor = model.step_bytes(batch, 128) / BANDWIDTH
+        seconds = model.decode(batch, at)
+        floor = model.step_bytes(batch, at) / BANDWIDTH
         plan = StepPlan(work=[WorkItem(s, 1, SAMPLE) for s in range(batch)]).encode()
-        model.e.step(model.start(batch, 129, 128 // SPAN * SPAN))
+        model.e.step(model.start(batch, at + 1, at // SPAN * SPAN))
         for _ in range(5):
             model.e.step(plan)
-        show(lambda: model.e.step(plan), STEPS, f"batch {batch}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} "
-             f"tokens/s, {floor / seconds:.2f} of bandwidth", lines)
+        show(lambda: model.e.step(plan), STEPS, f"batch {batch} at {at}: {1e3 * seconds:.3f} ms, "
+             f"{batch / seconds:,.0f} tokens/s, {floor / seconds:.2f} of bandwidth", lines)
         model.free(batch)
 
 

@@ -92,16 +92,19 @@ def step_of(given) -> bytes:
     return plan(work, [start(slot, p) for slot, p in enumerate(given)])
 
 
-def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32") -> None:
-    """Compares logits of every prompt's last row with the reference backend's. The program must end with `sample`."""
+def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32", mean: float = np.inf) -> None:
+    """Compares logits of every prompt's last row with the reference backend's. The program must end with `sample`.
+    tolerance, mean: of the greatest error and of the errors' root mean square, relative to that of the logits.
+    """
     rng = np.random.default_rng(SEED + 1)
     data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
     found = compiled(own, cache).step(data, True)
     expected = own.runner().step(data)
     scale = max(np.sqrt(np.mean(expected.logits**2)), 1e-3)
-    error = np.abs(found.logits - expected.logits).max() / scale
-    print(f"error {error:.2e} of {tolerance}")
-    assert error <= tolerance
+    errors = np.abs(found.logits - expected.logits) / scale
+    error, of_all = errors.max(), np.sqrt(np.mean(errors**2))
+    print(f"error {error:.2e} of {tolerance}, root mean square {of_all:.2e}")
+    assert error <= tolerance and of_all <= mean
     if tolerance <= IN_PARTS:   # which the bounds below follow from
         chosen = np.take_along_axis(expected.logits, found.tokens[:, None], 1)[:, 0]
         assert (expected.logits.max(1) - chosen <= 1e-4 * scale).all()

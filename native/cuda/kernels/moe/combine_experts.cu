@@ -79,8 +79,43 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   if (c.norm.weight) norm_row(c, row, squares, kept, weights);
 }
 
-// A CTA computes adjacent rows, with the same threads for a row. A warp computes the gates of some of them. kSums: of
-// entries, by ascending expert.
+// The logit of a row's gate, by a warp; in every lane. weights: the gate's, in shared memory.
+template <bool kWhole>
+__device__ __forceinline__ float gate_logit(const SharedSum& c, int row, const float* weights) {
+  float dot[1][1];
+  multiply_rows<1, 1, kWhole>(c.gate.x.values + (size_t)row * c.gate.w.k, 1, weights, c.gate.w.k, dot);
+  return c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
+}
+
+// Eight columns of what a row's sum adds. kSums: of entries, by ascending expert.
+template <bool kSums>
+struct Summands {
+  float before[kEight] = {}, shared[kEight], sum[kEight];
+
+  __device__ __forceinline__ void read(const SharedSum& c, int row, int column) {
+    const int width = c.y.width, top = c.routing.top;
+    const size_t begin = (size_t)row * width;
+    if (c.adds) read_eight(c.y.values + begin, column, width, before);
+    read_eight(c.shared + begin, column, width, shared);
+    if constexpr (kSums)
+      sum_entries(c.entries, c.routing.entry_of + (size_t)row * top, c.routing.shares + (size_t)row * top, top, column,
+                  width, sum);
+    else read_eight(c.routed + begin, column, width, sum);
+  }
+  // Leaves the total in `sum` and writes it. squares: receives those of the columns.
+  __device__ __forceinline__ void add_up(const SharedSum& c, int row, int column, float gate, float& squares) {
+    const float factor = 1.0f / (1.0f + expf(-gate));  // of sigmoid_mul()
+#pragma unroll
+    for (int j = 0; j < kEight; j++) {
+      sum[j] = __fadd_rn(sum[j], __fmul_rn(shared[j], factor));
+      if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
+      squares = fmaf(sum[j], sum[j], squares);
+    }
+    put_eight(c.y, row, column, c.y.width, sum);
+  }
+};
+
+// A CTA computes adjacent rows, with the same threads for a row. A warp computes the gates of some of them.
 template <bool kWhole, bool kSums>
 __global__ void __launch_bounds__(kThreads)
     add_shared_expert_kernel(const __grid_constant__ SharedSum c, int rows, int each) {
@@ -94,36 +129,21 @@ __global__ void __launch_bounds__(kThreads)
   if (c.norm.weight) read_eight(c.norm.weight, first, width, norm);
   await_previous();
   __syncthreads();
-  float before[kEight] = {}, sum[kEight], shared[kEight];
-  const auto read = [&](int row, int column) {
-    const size_t begin = (size_t)row * width;
-    if (c.adds) read_eight(c.y.values + begin, column, width, before);
-    read_eight(c.shared + begin, column, width, shared);
-    if constexpr (kSums)
-      sum_entries(c.entries, c.routing.entry_of + (size_t)row * c.routing.top,
-                  c.routing.shares + (size_t)row * c.routing.top, c.routing.top, column, width, sum);
-    else read_eight(c.routed + begin, column, width, sum);
-  };
-  read(row0, first);
+  Summands<kSums> own;
+  own.read(c, row0, first);
   for (int row = row0 + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
-    float dot[1][1];
-    multiply_rows<1, 1, kWhole>(c.gate.x.values + (size_t)row * c.gate.w.k, 1, gate_weights, c.gate.w.k, dot);
-    if (threadIdx.x % 32 == 0) gates[row - row0] = c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
+    const float gate = gate_logit<kWhole>(c, row, gate_weights);
+    if (threadIdx.x % 32 == 0) gates[row - row0] = gate;
   }
   __syncthreads();
   for (int row = row0; row < end; row++) {
-    const float factor = 1.0f / (1.0f + expf(-gates[row - row0]));  // of sigmoid_mul()
     float squares = 0, kept[kEight], weights[kEight];
     for (int column = first; column < width; column += stride) {
-      if (row > row0 || column > first) read(row, column);
+      if (row > row0 || column > first) own.read(c, row, column);
+      own.add_up(c, row, column, gates[row - row0], squares);
+      if (column > first) continue;
 #pragma unroll
-      for (int j = 0; j < kEight; j++) {
-        sum[j] = __fadd_rn(sum[j], __fmul_rn(shared[j], factor));
-        if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
-        squares = fmaf(sum[j], sum[j], squares);
-        if (column == first) kept[j] = sum[j], weights[j] = norm[j];
-      }
-      put_eight(c.y, row, column, width, sum);
+      for (int j = 0; j < kEight; j++) kept[j] = own.sum[j], weights[j] = norm[j];
     }
     if (c.norm.weight) norm_row(c, row, squares, kept, weights);
   }
@@ -136,38 +156,35 @@ template <bool kWhole>
 __global__ void __launch_bounds__(kManyThreads, 3) sum_many_kernel(const __grid_constant__ SharedSum c) {
   extern __shared__ __align__(16) float gate_weights[];
   __shared__ float gate;
-  const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x;
-  const size_t begin = (size_t)row * width;
+  const int row = blockIdx.x, width = c.y.width, first = kEight * threadIdx.x;
   let_next_begin();
   bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
   await_previous();
   __syncthreads();
-  float sum[kEight], before[kEight] = {}, shared[kEight];
+  Summands<true> own;
   if (threadIdx.x / 32 == blockDim.x / 32 - 1) {
-    float dot[1][1];
-    multiply_rows<1, 1, kWhole>(c.gate.x.values + (size_t)row * c.gate.w.k, 1, gate_weights, c.gate.w.k, dot);
-    if (threadIdx.x % 32 == 0) gate = c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
+    const float logit = gate_logit<kWhole>(c, row, gate_weights);
+    if (threadIdx.x % 32 == 0) gate = logit;
   } else if (first < width) {
-    if (c.adds) read_eight(c.y.values + begin, first, width, before);
-    read_eight(c.shared + begin, first, width, shared);
-    sum_entries(c.entries, c.routing.entry_of + (size_t)row * top, c.routing.shares + (size_t)row * top, top, first,
-                width, sum);
+    own.read(c, row, first);
   }
   float weights[kEight];
   if (c.norm.weight) read_eight(c.norm.weight, first, width, weights);
   __syncthreads();
   float squares = 0;
-  if (first < width) {
-    const float factor = 1.0f / (1.0f + expf(-gate));  // of sigmoid_mul()
-#pragma unroll
-    for (int j = 0; j < kEight; j++) {
-      sum[j] = __fadd_rn(sum[j], __fmul_rn(shared[j], factor));
-      if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
-      squares = fmaf(sum[j], sum[j], squares);
-    }
-    put_eight(c.y, row, first, width, sum);
-  }
-  if (c.norm.weight) norm_row(c, row, squares, sum, weights);
+  if (first < width) own.add_up(c, row, first, gate, squares);
+  if (c.norm.weight) norm_row(c, row, squares, own.sum, weights);
+}
+
+template <bool kWhole>
+void start_shared(const SharedSum& c, int rows, const Queue& queue) {
+  const int threads = threads_of(c.y.width);
+  const size_t shared = padded_columns(c.gate.w.k) * sizeof(float);
+  if (c.entries && rows >= kManyRows && c.y.width <= kManyWidth)
+    return start(queue, sum_many_kernel<kWhole>, rows, threads + 32, shared, c);
+  if (c.entries) return start(queue, add_shared_expert_kernel<kWhole, true>, rows, threads, shared, c, rows, 1);
+  const int each = rows < kManyRows ? 1 : kRowsOfCta;
+  start(queue, add_shared_expert_kernel<kWhole, false>, ceil_div(rows, each), threads, shared, c, rows, each);
 }
 
 }  // namespace
@@ -177,17 +194,8 @@ void combine_experts(const Combination& c, int rows, const Queue& queue) {
 }
 
 void add_shared_expert(const SharedSum& c, int rows, const Queue& queue) {
-  const auto choose = [&](auto sums) {
-    return c.gate.w.k % kLaneColumns ? add_shared_expert_kernel<false, sums> : add_shared_expert_kernel<true, sums>;
-  };
-  const auto kernel = c.entries ? choose(std::true_type()) : choose(std::false_type());
-  if (c.entries && rows >= kManyRows && c.y.width <= kManyWidth) {
-    const auto kernel = c.gate.w.k % kLaneColumns ? sum_many_kernel<false> : sum_many_kernel<true>;
-    return start(queue, kernel, rows, threads_of(c.y.width) + 32, padded_columns(c.gate.w.k) * sizeof(float), c);
-  }
-  const int each = c.entries || rows < kManyRows ? 1 : kRowsOfCta;
-  start(queue, kernel, ceil_div(rows, each), threads_of(c.y.width), padded_columns(c.gate.w.k) * sizeof(float), c, rows,
-        each);
+  if (c.gate.w.k % kLaneColumns) start_shared<false>(c, rows, queue);
+  else start_shared<true>(c, rows, queue);
 }
 
 }  // namespace AS_DTYPE16
