@@ -12,15 +12,17 @@ Its ceiling: bytes of the experts that a step's rows choose, if each row chooses
 which the threads of the experts' rank read. A whole model's tokens/s are those of its layers at the time that a layer
 takes here, with what is not in layers counted once.
 
-Prompts: tokens/s of one request for one token, beside the ceiling of sending all experts' weights to the GPU over PCIe
-once for each step of a prompt (of --step-tokens tokens; 0: the whole longest prompt), at the rate that torch measures
-from pinned memory. --streaming: values of expert_streaming_rows, each of which is served and measured: 0: CPUs compute
-the experts of prompts, -1: the GPU does, from a number of rows that is chosen. --requests "": no decoding.
+Prompts: tokens/s of one request for one token, the median of the last three of six (what ranks compute of a step that
+they share follows from their times in those before), beside the ceiling of sending all experts' weights to the GPU over
+PCIe once for each step of a prompt (of --step-tokens tokens; 0: the whole longest prompt), at the rate that torch
+measures from pinned memory. --streaming: values of expert_streaming_rows, each of which is served and measured: 0: CPUs
+compute the experts of prompts, -1: the GPU does, from a number of rows that is chosen. --requests "": no decoding.
 
 --skew 1: the routers of gpt-oss choose experts about by Zipf's law with this exponent, and tokens are sampled. --hot:
 gigabytes of hot experts on the GPU for the whole model, of which the measured layers have their part; each is served.
 --expert-ranks: how many ranks hold a slice of every expert, with --threads each; 0: one for each node.
---profile: prints the time of each op after decoding and after the last prompts, of both sides; steps take longer then.
+--profile: prints the time of each op after decoding and after the last prompts, of both sides, and the last line of
+that, both sides of a layer, after decoding with each number of requests; steps take longer then.
 """
 
 from __future__ import annotations
@@ -197,6 +199,8 @@ def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: f
         if fields["hot_expert_memory"]:     # until experts have moved
             asked(engine, 4, 32, 2 * TOKENS, rng, True)
         for requests in (int(n) for n in given.requests.split(",") if n):
+            if given.profile:
+                engine.get_op_profiling_info("m")   # waits from now on
             step = decode(engine, requests, rng, given.skew > 0)
             least = given.layers * shape.layer_bytes(requests) / bandwidth
             whole = shape.layers / given.layers * step
@@ -204,16 +208,20 @@ def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: f
                   f"{least / step:.2f} of the ceiling; whole model at most {1e3 * whole:.1f} ms, "
                   f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})"
                   + expert_uses(group.addresses[0]), flush=True)
+            if given.profile:
+                print(engine.get_op_profiling_info("m").splitlines()[-1], flush=True)
         if given.profile:
             asked(engine, 1, 32, TOKENS, rng)
             print(engine.get_op_profiling_info("m"), flush=True)
         for length in (int(n) for n in given.prompts.split(",") if n):
-            seconds = min(asked(engine, 1, length, 1, rng)[0] for _ in range(3))
+            times = [asked(engine, 1, length, 1, rng)[0] for _ in range(6)]
+            seconds = statistics.median(times[3:])
             steps = -(-length // fields["max_step_tokens"])
             sent = steps * given.layers * shape.layer_bytes(1 << 20) / pcie
             print(f"prompt {length}: {1e3 * seconds:.0f} ms, {length / seconds:.0f} tokens/s, whole model "
                   f"{length / seconds * given.layers / shape.layers:.0f}; weights over PCIe {1e3 * sent:.0f} ms, "
-                  f"{sent / seconds:.2f} of that rate", flush=True)
+                  f"{sent / seconds:.2f} of that rate; all six: "
+                  f"{', '.join(f'{1e3 * each:.0f}' for each in times)} ms", flush=True)
         if given.profile and given.prompts:
             engine.get_op_profiling_info("m")   # from now on
             asked(engine, 1, length, 1, rng)

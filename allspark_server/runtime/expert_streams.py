@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 #: bytes that are copied at a time, and how many of these parts the GPU's memory holds
 PART, PARTS = 64 << 20, 4
 #: experts of a layer that ranks of experts compute while the GPU copies and computes the others; -1: chosen from
-#: measured speeds and uses. In steps of up to SPLIT_ROWS rows: messages need room for entries, and steps of 2,048 rows
-#: were slower so (docs/decisions/hybrid.md)
+#: speeds, measured when the model is loaded and in each shared step, and uses. In steps of up to SPLIT_ROWS rows:
+#: messages need room for entries
 BY_RANKS, SPLIT_ROWS = -1, 1024
 #: what may come between the two products of an expert
 GATES = {"silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_silu_mul"}

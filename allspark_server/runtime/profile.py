@@ -124,16 +124,35 @@ class OpProfile:
         self.operations += other.operations
 
 
+@dataclass(frozen=True)
+class ExpertWaits:
+    """Messages that a GPU has sent to ranks of experts; the seconds, in all, from each of them until the GPU saw all
+    answers; and those that each rank computed, from finding a message to its answer.
+    """
+
+    messages: int = 0
+    waited: float = 0.0
+    computed: tuple[float, ...] = ()
+
+    def since(self, before: ExpertWaits) -> ExpertWaits:
+        """The difference to an earlier count."""
+        known = before.computed or (0.0,) * len(self.computed)
+        return ExpertWaits(self.messages - before.messages, self.waited - before.waited,
+                           tuple(now - then for now, then in zip(self.computed, known)))
+
+
 @dataclass
 class Profile:
     """A model's ops by kind, the most expensive first, and the roofline of the profiled rank and threads.
 
-    experts: in a mixed group, the ops of each rank of experts, from rank 1 on.
+    experts: in a mixed group, the ops of each rank of experts, from rank 1 on. waits: if a GPU sends messages to these,
+    since the last reading, profiled or not.
     """
 
     ops: list[OpProfile]
     roofline: Roofline
     experts: list[list[OpProfile]] = field(default_factory=list)
+    waits: ExpertWaits | None = None
 
     def table(self) -> str:
         """The profile as text.
@@ -146,7 +165,8 @@ class Profile:
         exceed memory bandwidth.
 
         In a mixed group, the ops of each rank of experts follow, named "rank 1: expert_linear", with parts of that
-        rank's total; its roofline is not measured. The last line then has both sides of a layer.
+        rank's total; its roofline is not measured. The last line then has both sides of a layer, and, where a GPU sends
+        messages, how long it waits for an answer in steps that are not profiled, too.
         """
         total = sum(op.sum for op in self.ops) or 1.0
         of_experts = [(f"rank {number}: {op.op}", op, sum(op.sum for op in ops) or 1.0)
@@ -192,6 +212,10 @@ class Profile:
         for number, ops in enumerate(self.experts, 1):
             if found := means(ops, ("return_sums", "dispatched_rows")):
                 parts.append("rank {} computes {:.3f}, sends {:.3f}, waits for rows {:.3f}".format(number, *found))
+        if parts and self.waits is not None and self.waits.messages:
+            waited = 1e3 * self.waits.waited / self.waits.messages
+            longest = 1e3 * max(self.waits.computed) / self.waits.messages
+            parts.append(f"from a message to its sums {waited:.4f}, {waited - longest:.4f} more than ranks compute")
         return f"a layer, ms: {'; '.join(parts)}" if self.experts and parts else ""
 
 

@@ -22,7 +22,15 @@ from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.model_checks import config_of_texts, memory_errors, mib, placement_of
 from allspark_server.runtime.native import native_library
-from allspark_server.runtime.profile import GpuRooflineMeter, OpProfile, Profile, Profiler, RooflineMeter, summarize
+from allspark_server.runtime.profile import (
+    ExpertWaits,
+    GpuRooflineMeter,
+    OpProfile,
+    Profile,
+    Profiler,
+    RooflineMeter,
+    summarize,
+)
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.roles import exchange_sizes, role_of
@@ -73,6 +81,7 @@ class ModelRunner:
         self.tower: TowerRunner | None = None
         self._no_images_reason = ""
         self._profiler: Profiler | None = None
+        self._waits = ExpertWaits()     # when the profile was last read
         self._meter: RooflineMeter | GpuRooflineMeter | None = None
         self._host_file: HostCacheFile | None = None
         self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapter's index
@@ -430,7 +439,16 @@ class ModelRunner:
         ops = self._profiler.read(model.graph, model.formats)
         if self.tower is not None:
             ops += self.tower.profile()
-        return Profile(summarize(ops), self._meter.finish())
+        return Profile(summarize(ops), self._meter.finish(), waits=self._expert_waits())
+
+    def _expert_waits(self) -> ExpertWaits | None:
+        """Of messages since the last call; None unless a GPU sends messages to ranks of experts."""
+        if not self.role.mixed or not self.config.on_gpus:
+            return None
+        messages, waited, computed = self._executor.expert_times
+        now = ExpertWaits(messages, waited, tuple(computed))
+        found, self._waits = now.since(self._waits), now
+        return found
 
     def profile_of_experts(self) -> list[OpProfile]:
         """The cost of the ops of the profiled steps on a rank of experts; [] on other ranks."""

@@ -225,15 +225,24 @@ void bind_shared_memory(py::module_& m) {
            "bandwidth: bytes/s of copies. experts, top: of a layer, and of a row. row_bytes: of a row in messages.")
       .def("first_rows", &ExpertRates::first_rows, py::arg("shared"))
       .def(
+          "learn",
+          [](ExpertRates& rates, int rank, int rows, double took, double timed) {
+            rates.ranks.at(rank).learn(rows, took, timed);
+          },
+          py::arg("rank"), py::arg("rows"), py::arg("took"), py::arg("timed"),
+          "After a shared step: seconds that a rank took for its part, and would have by the times that were measured.")
+      .def(
           "least_used",
           [](const ExpertRates& rates, int rows, const std::vector<float>& uses, const std::vector<bool>& present) {
             if ((int)uses.size() != rates.experts || (!present.empty() && (int)present.size() != rates.experts))
               throw std::invalid_argument("least_used: uses and present are of " + std::to_string(rates.experts) +
                                           " experts");
             const std::vector<char> flags(present.begin(), present.end());
-            return rates.least_used(rows, uses.data(), flags.empty() ? nullptr : flags.data());
+            ExpertRates::Share share = rates.least_used(rows, uses.data(), flags.empty() ? nullptr : flags.data());
+            return std::make_pair(std::move(share.experts), std::move(share.seconds));
           },
-          py::arg("rows"), py::arg("uses"), py::arg("present") = std::vector<bool>{});
+          py::arg("rows"), py::arg("uses"), py::arg("present") = std::vector<bool>{},
+          "Experts that ranks compute, and the seconds of each rank for its own by the times that were measured.");
   py::class_<ExpertPanels, std::shared_ptr<ExpertPanels>>(
       m, "ExpertPanels", "The matrices of ranks of experts in their memory (native/comm/expert_panels.h).")
       .def(py::init<const std::vector<std::string>&>(), py::arg("addresses"),

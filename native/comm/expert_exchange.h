@@ -13,6 +13,7 @@
 // wake-up call. What that backend calls is defined here, because it is a library of its own.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
@@ -84,13 +85,28 @@ class ExpertExchange {
   // Whether it asks for entries in place of sums.
   bool wants_entries() const { return dispatch().entries != 0; }
   // Waits for the next message, whatever has ended, and takes it: the sums that are returned next are its sums.
-  void take() { await(false), received_++, count(message_rows()); }
+  void take() {
+    await(false), received_++, count(message_rows());
+    taken_ = std::chrono::steady_clock::now();
+  }
   void send_sums();
 
   // How many messages this rank has sent or taken, and how many rows they had. A GPU's are not counted where it sends.
   // Any thread may call these.
   int64_t messages() const { return messages_.load(std::memory_order_relaxed); }
   int64_t messages_rows() const { return messages_rows_.load(std::memory_order_relaxed); }
+
+  // What a rank of experts, the n-th, has computed so far, from taking a message to its answer: nanoseconds for all
+  // messages; those that asked for entries, and how many these were.
+  struct Computed {
+    int64_t nanoseconds = 0, nanoseconds_of_entries = 0, entries = 0;
+  };
+  // Any thread may call it, once connected.
+  Computed computed(int n) const {
+    const Returned& of = returned(1 + n);
+    return {of.nanoseconds.load(std::memory_order_relaxed), of.nanoseconds_of_entries.load(std::memory_order_relaxed),
+            of.entries.load(std::memory_order_relaxed)};
+  }
 
   // For a GPU: where memory lies in this process, and flags in it.
   char* block(int rank) const { return blocks_[rank].data(); }
@@ -105,7 +121,9 @@ class ExpertExchange {
     alignas(64) Signal changed;               // one of these
   };
   struct Returned {
-    alignas(64) Signal sent;  // answered messages so far
+    alignas(64) Signal sent;                       // answered messages so far
+    alignas(64) std::atomic<int64_t> nanoseconds;  // as of Computed
+    std::atomic<int64_t> nanoseconds_of_entries, entries;
   };
 
  private:
@@ -124,6 +142,7 @@ class ExpertExchange {
   std::vector<SharedBlock> blocks_;  // by rank
   bool connected_ = false;
   uint32_t sent_ = 0, received_ = 0, step_ = 0;
+  std::chrono::steady_clock::time_point taken_;  // the latest message
   std::atomic<int64_t> messages_{0}, messages_rows_{0};
 };
 

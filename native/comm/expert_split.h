@@ -1,7 +1,11 @@
 // From how many rows on the GPU of a mixed group computes routed experts, which it copies from the memory of their
 // ranks, and which of them these ranks compute meanwhile; from measured speeds. Bits do not depend on it.
+//
+// Experts take longer than when they were timed, while a GPU reads the same memory and rows choose some more often
+// than before. So ranks report the time of their part of each step, from which that of the next one follows.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -10,19 +14,38 @@
 namespace as {
 
 struct ExpertRates {
+  // How many times as long as when they were timed experts take in shared steps: at first and at least (less was
+  // measured to make steps longer, docs/decisions/hybrid.md), at most, and the part of it that a step replaces.
+  static constexpr double kBusier = 2.2, kMostBusier = 8, kLearned = 0.5;
+
   struct Rank {
     int begin = 0, end = 0;         // its experts of a layer
     double bytes = 0;               // of one of them
     double seconds[kTimings] = {};  // that one takes with kTimedRows rows
+    std::array<double, 32> busier;  // kBusier as learned, for steps of 2^i rows and more
+
+    Rank() { busier.fill(kBusier); }
+    double& busier_of(int rows) { return busier[std::ilogb(std::max(rows, 1))]; }
+    double busier_of(int rows) const { return const_cast<Rank*>(this)->busier_of(rows); }
+    // After a step of so many rows: how long the rank has computed, and how long by the times that were measured.
+    void learn(int rows, double took, double timed) {
+      if (!(took > 0 && timed > 0)) return;
+      double& known = busier_of(rows);
+      known += kLearned * (std::clamp(took / timed, kBusier, kMostBusier) - known);
+    }
+  };
+  // Experts of a layer that ranks compute, and how long each rank takes for its own, by the times that were measured.
+  struct Share {
+    std::vector<int> experts;
+    std::vector<double> seconds;
   };
   std::vector<Rank> ranks;
   double bandwidth = 0;      // bytes/s of copies
   int experts = 0, top = 0;  // of a layer, on all ranks; and of a row
   double row_bytes = 0;      // of a row in messages, to a rank and back
 
-  // What a message of a shared layer takes besides its experts, and how much longer these take than when they were
-  // timed (measured: 1.6 to 2 times): the GPU reads the same memory, and rows choose some more often than before.
-  static constexpr double kMessageSeconds = 2e-4, kMessageRate = 16e9, kBusier = 2.2;
+  // What a message of a shared layer takes besides its experts.
+  static constexpr double kMessageSeconds = 2e-4, kMessageRate = 16e9;
   // A GPU that shares a step's experts halves its time at best. Ranks get help where they take longer than this part of
   // the time of the copies.
   static constexpr double kWorthHelp = 0.6;
@@ -67,8 +90,9 @@ struct ExpertRates {
   // Which experts of a layer ranks compute in a step of so many rows: those with the fewest uses, as long as ranks end
   // before the copies of the others do. uses: [experts], in proportion; present: [experts], not 0 for those that need
   // no copy, which ranks do not compute.
-  std::vector<int> least_used(int rows, const float* uses, const char* present) const {
-    std::vector<int> order, found;
+  Share least_used(int rows, const float* uses, const char* present) const {
+    std::vector<int> order;
+    Share share{{}, std::vector<double>(ranks.size())};
     double all = 0, copied = 0;
     for (int e = 0; e < experts; e++) {
       all += uses[e];
@@ -78,23 +102,22 @@ struct ExpertRates {
         if (e >= rank.begin && e < rank.end) copied += rank.bytes / bandwidth;
     }
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return uses[a] < uses[b]; });
-    std::vector<double> busy(ranks.size(), kMessageSeconds + rows * row_bytes / kMessageRate);
+    const double message = kMessageSeconds + rows * row_bytes / kMessageRate;
     for (const int e : order) {
       const double entries = all > 0 ? rows * top * uses[e] / all : (double)rows * top / experts;
       double left = copied;
-      bool fits = true;
       for (const Rank& rank : ranks)
         if (e >= rank.begin && e < rank.end) left -= rank.bytes / bandwidth;
-      for (size_t r = 0; r < ranks.size(); r++)
-        if (e >= ranks[r].begin && e < ranks[r].end)
-          fits = fits && busy[r] + kBusier * seconds_of(ranks[r], entries) <= left;
-      for (size_t r = 0; r < ranks.size() && fits; r++) fits = busy[r] <= left;  // also of ranks without it
-      if (!fits) continue;                                                       // another rank may have time left
-      for (size_t r = 0; r < ranks.size(); r++)
-        if (e >= ranks[r].begin && e < ranks[r].end) busy[r] += kBusier * seconds_of(ranks[r], entries);
-      copied = left, found.push_back(e);
+      std::vector<double> then = share.seconds;
+      bool fits = true;
+      for (size_t r = 0; r < ranks.size(); r++) {
+        if (e >= ranks[r].begin && e < ranks[r].end) then[r] += seconds_of(ranks[r], entries);
+        fits = fits && message + ranks[r].busier_of(rows) * then[r] <= left;  // also of ranks without it
+      }
+      if (!fits) continue;  // another rank may have time left
+      share.seconds = then, copied = left, share.experts.push_back(e);
     }
-    return found;
+    return share;
   }
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
 
 #include "cuda/kernels/common/stall.h"
 #include "cuda/ops/all_reduce.h"
@@ -70,10 +71,19 @@ void CudaExecutor::stream_experts(std::shared_ptr<const ExpertPanels> panels, co
                                   size_t hot_bytes) {
   if (!expert_exchange_ || runner_)
     throw std::invalid_argument("stream_experts() comes between set_exchange() and allocate()");
-  expert_stream_ = std::make_unique<ExpertStream>(device_, std::move(panels), limits);
+  expert_stream_ = std::make_unique<ExpertStream>(device_, std::move(panels), expert_exchange_, limits);
   if (hot_bytes) hot_experts_ = std::make_unique<HotExperts>(device_, *expert_stream_, limits, hot_bytes);
   expert_stream_->set_present(hot_experts_.get());
   streamed_rows_ = limits.rows;
+}
+
+CudaExecutor::ExpertTimes CudaExecutor::expert_times() const {
+  ExpertTimes times;
+  if (!expert_ranks_) return times;
+  std::tie(times.messages, times.waited) = expert_ranks_->waited();
+  for (int n = 0; n < expert_exchange_->expert_ranks(); n++)
+    times.computed.push_back(expert_exchange_->computed(n).nanoseconds);
+  return times;
 }
 
 void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits& adapters,

@@ -49,6 +49,13 @@ class CudaExecutor : public Model {
   void stream_experts(std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits, size_t hot_bytes);
   const ExpertStream* expert_stream() const { return expert_stream_.get(); }
   const HotExperts* hot_experts() const { return hot_experts_.get(); }
+  // In a mixed group, since allocate(): messages that the GPU has sent, nanoseconds until it saw all answers to each,
+  // and in which each rank of experts has computed them.
+  struct ExpertTimes {
+    int64_t messages = 0, waited = 0;
+    std::vector<int64_t> computed;
+  };
+  ExpertTimes expert_times() const;
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. drafts: a draft model, or
   // the layers of a draft head, on the same GPU and allocated with the same spans.

@@ -2,7 +2,9 @@
 
 #include <pybind11/stl.h>
 
+#include <array>
 #include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -42,6 +44,26 @@ void bind_expert_stream(py::class_<CudaExecutor, StepModel, std::shared_ptr<Cuda
         return hot ? std::make_pair(hot->hits(), hot->entries()) : std::make_pair((int64_t)0, (int64_t)0);
       },
       "How many entries were of hot experts, and how many there were, in steps that ranks of experts computed, too.");
+  executor.def_property_readonly(
+      "expert_times",
+      [](const CudaExecutor& e) {
+        const CudaExecutor::ExpertTimes times = e.expert_times();
+        std::vector<double> computed;
+        for (const int64_t nanoseconds : times.computed) computed.push_back(1e-9 * (double)nanoseconds);
+        return py::make_tuple(times.messages, 1e-9 * (double)times.waited, computed);
+      },
+      "How many messages to ranks of experts the GPU has sent, seconds until it saw all answers to each, and those in\n"
+      "which each rank has computed them.");
+  executor.def_property_readonly(
+      "busier",
+      [](const CudaExecutor& e) {
+        std::vector<std::array<double, 32>> found;
+        if (e.expert_stream())
+          for (const ExpertRates::Rank& rank : e.expert_stream()->rates().ranks) found.push_back(rank.busier);
+        return found;
+      },
+      "Of each rank of experts: how many times as long as when they were timed its experts take in steps of 2^i rows\n"
+      "and more that the GPU shares.");
   executor.def_property_readonly(
       "split_rows", [](const CudaExecutor& e) { return e.expert_stream() ? e.expert_stream()->split_rows() : 0; },
       "How many of streamed_rows had some of their experts computed by ranks of experts meanwhile.");

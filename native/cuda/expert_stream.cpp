@@ -42,10 +42,14 @@ void group_choices(const Routing& chosen, int begin, int end, int rows, Routing&
   group_entries(own, rows, kExactTile, queue);
 }
 
-ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits)
-    : device_(device), panels_(std::move(panels)), limits_(limits) {
-  if (!panels_ || limits.rows < 1 || limits.top < 1 || limits.top > kMaxTop)
+ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPanels> panels,
+                           std::shared_ptr<const ExpertExchange> exchange, const StreamLimits& limits)
+    : device_(device), panels_(std::move(panels)), exchange_(std::move(exchange)), limits_(limits) {
+  if (!panels_ || !exchange_ || limits.rows < 1 || limits.top < 1 || limits.top > kMaxTop)
     throw std::invalid_argument("experts on the GPU: sizes must be positive");
+  if (panels_->ranks() != exchange_->expert_ranks())
+    throw std::invalid_argument("experts on the GPU: of " + std::to_string(panels_->ranks()) + " ranks, not " +
+                                std::to_string(exchange_->expert_ranks()));
   device_.use();
   try {
     place(limits);
@@ -68,7 +72,8 @@ ExpertStream::ExpertStream(const Device& device, std::shared_ptr<const ExpertPan
     release();
     throw;
   }
-  rates_ = rates();
+  rates_ = measured_rates();
+  shared_.timed.resize(panels_->ranks()), shared_.until.resize(panels_->ranks());
   // Larger steps than are shared must be worth copying for alone.
   const bool shares = !split_.empty() && rates_.first_rows(false) <= limits.split_rows;
   first_rows_ = limits.first_rows > 0 ? limits.first_rows : limits.first_rows < 0 ? rates_.first_rows(shares) : INT_MAX;
@@ -196,7 +201,7 @@ void ExpertStream::measure() {
 }
 
 // Of the first layer; others are alike.
-ExpertRates ExpertStream::rates() const {
+ExpertRates ExpertStream::measured_rates() const {
   ExpertRates rates;
   rates.bandwidth = bandwidth_, rates.experts = experts_, rates.top = limits_.top;
   rates.row_bytes = sizeof(float) * ((double)layers_[0][0].gate_up.inputs + layers_[0][0].down.n);
@@ -231,11 +236,28 @@ void ExpertStream::read_uses() {
   counting_ = false;
 }
 
+// From the times of the latest shared step, once ranks have answered all of its messages.
+void ExpertStream::learn() {
+  if (!shared_.messages) return;
+  std::vector<ExpertExchange::Computed> computed;
+  for (int rank = 0; rank < panels_->ranks(); rank++) {
+    computed.push_back(exchange_->computed(rank));
+    if (computed.back().entries < learned_messages_ + shared_.messages) return;
+  }
+  for (int rank = 0; rank < panels_->ranks(); rank++) {
+    const int64_t now = computed[rank].nanoseconds_of_entries;
+    rates_.ranks[rank].learn(shared_.rows, 1e-9 * (double)(now - shared_.until[rank]), shared_.timed[rank]);
+    shared_.until[rank] = now, shared_.timed[rank] = 0;
+  }
+  learned_messages_ += shared_.messages, shared_.messages = 0;
+}
+
 // A step is split in all layers or in none, because ranks of experts compute whole steps.
 bool ExpertStream::split(int rows) {
   is_split_ = false;
   if (split_.empty() || rows > limits_.split_rows || idle_) return false;
   read_uses();
+  learn();
   if (limits_.by_ranks < 0 && std::none_of(scores_.begin(), scores_.end(), [](float score) { return score > 0; }))
     return false;
   for (int layer = 0; layer < layers(); layer++) {
@@ -244,7 +266,9 @@ bool ExpertStream::split(int rows) {
     const float* const scores = scores_.data() + (size_t)layer * experts_;
     std::vector<int> found;
     if (limits_.by_ranks < 0) {
-      found = rates_.least_used(rows, scores, present.data());
+      ExpertRates::Share share = rates_.least_used(rows, scores, present.data());
+      for (size_t rank = 0; rank < share.seconds.size(); rank++) shared_.timed[rank] += share.seconds[rank];
+      found = std::move(share.experts);
     } else {
       for (int e = 0; e < experts_; e++)
         if (!present[e]) found.push_back(e);
@@ -255,6 +279,7 @@ bool ExpertStream::split(int rows) {
     for (const int e : found) sets_[layer].add(e);
     is_split_ = is_split_ || !found.empty(), split_experts_ += (int64_t)found.size();
   }
+  if (is_split_) shared_.messages += layers(), shared_.rows = rows;
   return is_split_;
 }
 

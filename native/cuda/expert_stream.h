@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/expert_exchange.h"
 #include "comm/expert_split.h"
 #include "cuda/exact_layer.h"
 #include "cuda/kernels/moe/dispatch.h"
@@ -45,9 +46,11 @@ class ExpertStream {
     uint64_t gate_up_at = 0, down_at = 0;  // in the rank's memory
   };
 
-  // Pins the ranks' memory and measures how fast it is copied. Throws std::invalid_argument if experts have no exact
-  // recipe or the GPU's memory does not suffice, and std::runtime_error if the memory cannot be pinned in time.
-  ExpertStream(const Device& device, std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits);
+  // Pins the ranks' memory and measures how fast it is copied. exchange: with these ranks, connected before the first
+  // step. Throws std::invalid_argument if experts have no exact recipe or the GPU's memory does not suffice, and
+  // std::runtime_error if the memory cannot be pinned in time.
+  ExpertStream(const Device& device, std::shared_ptr<const ExpertPanels> panels,
+               std::shared_ptr<const ExpertExchange> exchange, const StreamLimits& limits);
   ~ExpertStream();
   ExpertStream(const ExpertStream&) = delete;
   ExpertStream& operator=(const ExpertStream&) = delete;
@@ -72,6 +75,7 @@ class ExpertStream {
   int64_t computed_rows() const { return computed_rows_; }
   int64_t split_rows() const { return split_rows_; }        // those of them some of whose experts ranks computed
   int64_t split_experts() const { return split_experts_; }  // how many these were, of all layers and steps
+  const ExpertRates& rates() const { return rates_; }
   // Throws std::invalid_argument unless the layer takes rows of such widths with `top` experts each.
   void check_layer(int layer, int width, int sum_width, int top) const;
   // give_back() frees most of the GPU's memory while no step runs; take_again() allocates it again, and throws
@@ -100,14 +104,16 @@ class ExpertStream {
   void release();
   void place(const StreamLimits& limits);
   void measure();
-  ExpertRates rates() const;
+  ExpertRates measured_rates() const;
   void read_uses();
+  void learn();
   MultiplyExperts products(int layer, int rank, int entries);
   float* entries_of(int layer, int rank, int rows) const;
   void multiply_copied(int layer, int rank, bool down, ExactGemm& p, int entries);
 
   const Device& device_;
   const std::shared_ptr<const ExpertPanels> panels_;
+  const std::shared_ptr<const ExpertExchange> exchange_;
   std::vector<std::vector<Layer>> layers_;  // by rank
   std::vector<char*> pinned_;
   cudaStream_t copies_ = nullptr;
@@ -131,6 +137,13 @@ class ExpertStream {
   std::vector<float> scores_;
   const StreamLimits limits_;
   ExpertRates rates_;
+  struct Shared {  // since ranks were last learned from
+    int64_t messages = 0;
+    int rows = 0;                // of the latest step
+    std::vector<double> timed;   // seconds of each rank, by the times that were measured
+    std::vector<int64_t> until;  // nanoseconds of each rank by then
+  } shared_;
+  int64_t learned_messages_ = 0;
   const PresentExperts* present_ = nullptr;
   int experts_ = 0;  // of a layer, on all ranks
   int first_rows_ = 0;

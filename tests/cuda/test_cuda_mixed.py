@@ -163,6 +163,19 @@ def test_streaming_with_warm_up_and_in_a_batch(by_ranks, monkeypatch):
         assert mixed.runners[0]._executor.streamed_rows
 
 
+def test_the_gpu_counts_its_waits():
+    """From each message until all ranks have answered, which includes their computing; warm-up is counted alike."""
+    with driver("qwen3-moe", 2, expert_streaming_rows=0, **STREAMED["int8"]) as mixed:
+        executor = mixed.runners[0]._executor
+        layers = len(expert_streams.expert_ops(mixed.runners[0].opened[0].whole))
+        before = executor.expert_times
+        mixed.generate(PROMPT, 5)
+        after = executor.expert_times
+        assert after[0] - before[0] == 5 * layers
+        computed = [now - then for now, then in zip(after[2], before[2] or [0.0, 0.0])]
+        assert len(computed) == 2 and after[1] - before[1] > 0.9 * max(computed) > 0
+
+
 def test_rows_are_chosen_and_sent_if_the_memory_does_not_suffice(caplog, monkeypatch):
     caplog.set_level("INFO")
     form = STREAMED["int4"]

@@ -137,3 +137,8 @@ def test_both_sides_of_a_layer():
     assert found[-1] == ("a layer, ms: rank 0 computes 0.300, sends 0.100, waits for sums 2.000; "
                          "rank 1 computes 3.000, sends 0.100, waits for rows 0.200")
     assert "a layer" not in profile.Profile(model, top).table()
+    # Where a GPU waits: 10 messages since the last reading, of 3 ms in all that one rank computes.
+    waits = profile.ExpertWaits(15, 0.0042, (0.003, 0.0041)).since(profile.ExpertWaits(5, 0.001, (0.001, 0.0011)))
+    line = profile.Profile(model, top, [experts, []], waits).table().splitlines()[-1]
+    assert line == found[-1] + "; from a message to its sums 0.3200, 0.0200 more than ranks compute"
+    assert profile.ExpertWaits(1, 2.0, (1.0,)).since(profile.ExpertWaits()) == profile.ExpertWaits(1, 2.0, (1.0,))

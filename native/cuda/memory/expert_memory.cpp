@@ -33,9 +33,9 @@ ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> e
     memory_.returned[n] = reinterpret_cast<const uint32_t*>(block);  // the value of Returned::sent
     memory_.sums[n] = reinterpret_cast<const float*>(block + ExpertExchange::kHeader);
   }
-  local_ = Memory(64, "a message's state");
+  local_ = Memory(sizeof(MessageState), "a message's state");
   failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
-  memory_.local = local_.as<uint32_t>(), memory_.failed = failed_.as<int>();
+  memory_.local = local_.as<MessageState>(), memory_.failed = failed_.as<int>();
   memory_.limit = (uint64_t)(exchange_->timeout() * 1e9);
 }
 
@@ -43,6 +43,13 @@ ExpertRanks::~ExpertRanks() {
   try {
     device_.use(), device_.wait();        // kernels use the host's memory
   } catch (const std::runtime_error&) {}  // the device is no longer usable
+}
+
+std::pair<int64_t, int64_t> ExpertRanks::waited() const {
+  device_.use();
+  MessageState state;
+  check(cudaMemcpy(&state, memory_.local, sizeof state, cudaMemcpyDeviceToHost), "reading a message's state");
+  return {(int64_t)state.messages, (int64_t)state.waited_ns};
 }
 
 void ExpertRanks::check_waits() const {

@@ -1,6 +1,7 @@
 // What a GPU exchanges with ranks of experts, in the host's memory (comm/expert_exchange.h), mapped for its kernels.
 #pragma once
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "comm/expert_exchange.h"
@@ -32,6 +33,9 @@ class ExpertRanks {
   // After a step: throws std::runtime_error if a kernel timed out waiting for a rank of experts.
   void check_waits() const;
   void end_step() { exchange_->end_step(); }
+  // How many messages the GPU has sent so far, and nanoseconds from each until it saw that all ranks had answered,
+  // which it may have looked for later.
+  std::pair<int64_t, int64_t> waited() const;
 
  private:
   const Device& device_;

@@ -14,7 +14,6 @@ constexpr int kThreads = 256;
 constexpr int kSenders = 32;    // CTAs that write to the host
 constexpr int kReceivers = 64;  // that poll the host's flags
 constexpr int kLooks = 64;      // polls between two reads of the clock
-enum Local { kMessages, kRows, kEnded, kGivenUp };
 
 __device__ uint64_t nanoseconds() {
   uint64_t now;
@@ -48,13 +47,15 @@ __device__ float4 read_host4(const float* from) {
 __device__ void end_message(const ExpertMemory& m, const int* where, int rows, bool entries) {
   __threadfence_system();
   __syncthreads();
-  if (threadIdx.x || atomicAdd(m.local + kEnded, 1) != gridDim.x - 1) return;
+  MessageState& state = *m.local;
+  if (threadIdx.x || atomicAdd(&state.ended, 1) != gridDim.x - 1) return;
   __threadfence_system();
   int there = rows;
   while (where && there > 0 && where[there - 1] < 0) there--;
-  const uint32_t message = m.local[kMessages] + 1;
-  m.local[kEnded] = 0, m.local[kMessages] = message, m.local[kRows] = (uint32_t)there;
+  const uint32_t message = state.messages + 1;
+  state.ended = 0, state.messages = message, state.rows = (uint32_t)there;
   *const_cast<volatile int*>(m.sent_rows) = there, *const_cast<volatile int*>(m.sent_entries) = entries;
+  state.sent_at = nanoseconds();
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(m.sent), "r"(message) : "memory");
 }
 
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Once a rank has missed the time limit, all waits end at once. The results are then useless, and the host reports it.
 __device__ void await_rank(const ExpertMemory& m, int r, uint32_t message) {
-  volatile uint32_t* given_up = m.local + kGivenUp;
+  volatile uint32_t* given_up = &m.local->given_up;
   uint64_t began = 0;
   for (int looks = 1; !has_come(m.returned[r], message); looks++) {
     if (looks % kLooks) continue;
@@ -134,10 +135,11 @@ __device__ void await_rank(const ExpertMemory& m, int r, uint32_t message) {
 // Waits, by a CTA, until all ranks have answered the latest message. Returns its number of rows.
 __device__ int await_ranks(const ExpertMemory& m) {
   after_previous();
-  const uint32_t message = m.local[kMessages];
-  const int there = (int)m.local[kRows];
-  if (threadIdx.x < m.ranks) await_rank(m, threadIdx.x, message);
+  MessageState& state = *m.local;
+  const int there = (int)state.rows;
+  if (threadIdx.x < m.ranks) await_rank(m, threadIdx.x, state.messages);
   __syncthreads();
+  if (!blockIdx.x && !threadIdx.x && state.sent_at) state.waited_ns += nanoseconds() - state.sent_at, state.sent_at = 0;
   return there;
 }
 

@@ -6,6 +6,13 @@ namespace as::cuda {
 
 constexpr int kMostExpertRanks = 16;
 
+// What the GPU knows of its messages.
+struct MessageState {
+  uint32_t messages = 0, rows = 0;      // so far; of the latest one
+  uint32_t ended = 0, given_up = 0;     // CTAs that have written their part; whether a rank has missed the time limit
+  uint64_t sent_at = 0, waited_ns = 0;  // when the latest one was sent, 0: it is answered; until all answers were there
+};
+
 // Host memory that is mapped for the GPU: what it sends, what it receives, and flags.
 struct ExpertMemory {
   float* rows = nullptr;                            // [rows, width]
@@ -17,9 +24,7 @@ struct ExpertMemory {
   int ranks = 0;                                    // of experts
   const float* sums[kMostExpertRanks] = {};         // [rows, width] of each rank
   const uint32_t* returned[kMostExpertRanks] = {};  // messages that it has answered
-  // In the GPU's memory: messages so far, rows of the latest one, finished CTAs, whether a rank has missed the time
-  // limit.
-  uint32_t* local = nullptr;
+  MessageState* local = nullptr;                    // in the GPU's memory
   int* failed = nullptr;  // in host memory: 0, or 1 + the rank of experts that has missed the time limit
   uint64_t limit = 0;     // ns
 };
