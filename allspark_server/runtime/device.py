@@ -50,6 +50,7 @@ class Device:
     words for users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which
     a host cache takes a part. for_images: the native library's arguments for a model that takes images. tower_rate:
     operations a second of a vision tower, before one was measured: a guess that is too low rather than too high.
+    selects_early: it leaves out rows without outputs where no later row needs them (models/output_rows.py).
     """
 
     isa: str
@@ -65,6 +66,7 @@ class Device:
     host_memory = True
     for_images: ClassVar[dict[str, Any]] = {}
     tower_rate = 2e10
+    selects_early = True
     _library: Any  # the native library for the device
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
@@ -258,6 +260,7 @@ class Cpus(Device):
 class Gpu(Device):
     """A rank's GPU."""
 
+    selects_early = False   # not measured there
     half = "float16"
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row

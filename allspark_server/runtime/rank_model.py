@@ -14,6 +14,7 @@ from allspark_client.types import AsCacheMode
 from allspark_server.models.adapters import Target, with_adapters
 from allspark_server.models.eagle import with_joined_layers
 from allspark_server.models.graph_elements import Weight
+from allspark_server.models.output_rows import with_early_selection
 from allspark_server.models.registry import ARCHITECTURES
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
@@ -72,6 +73,8 @@ class RankModel:
             self.graph, self.targets = with_adapters(self.graph)
         if has_mtp:
             self.graph = self.graph.with_kept_hidden()
+        elif device.selects_early and of is None and not has_eagle and not (role is not None and role.mixed):
+            self.graph = with_early_selection(self.graph)
         self._slices: dict[str, ColumnSlice] = {}
         #: the graph of all ranks' parts
         self.whole = self.graph
