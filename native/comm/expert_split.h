@@ -25,12 +25,11 @@ struct ExpertRates {
     std::array<double, 32> busier;  // kBusier as learned, for steps of 2^i rows and more
 
     Rank() { busier.fill(kBusier); }
-    double& busier_of(int rows) { return busier[std::ilogb(std::max(rows, 1))]; }
-    double busier_of(int rows) const { return const_cast<Rank*>(this)->busier_of(rows); }
+    static int index_of(int rows) { return std::ilogb(std::max(rows, 1)); }
     // After a step of so many rows: how long the rank has computed, and how long by the times that were measured.
     void learn(int rows, double took, double timed) {
       if (!(took > 0 && timed > 0)) return;
-      double& known = busier_of(rows);
+      double& known = busier[index_of(rows)];
       known += kLearned * (std::clamp(took / timed, kBusier, kMostBusier) - known);
     }
   };
@@ -112,7 +111,7 @@ struct ExpertRates {
       bool fits = true;
       for (size_t r = 0; r < ranks.size(); r++) {
         if (e >= ranks[r].begin && e < ranks[r].end) then[r] += seconds_of(ranks[r], entries);
-        fits = fits && message + ranks[r].busier_of(rows) * then[r] <= left;  // also of ranks without it
+        fits = fits && message + ranks[r].busier[Rank::index_of(rows)] * then[r] <= left;  // also of ranks without it
       }
       if (!fits) continue;  // another rank may have time left
       share.seconds = then, copied = left, share.experts.push_back(e);
