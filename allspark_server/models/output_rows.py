@@ -43,13 +43,13 @@ def with_early_selection(graph: Graph) -> Graph:
         selected[name] = other.tensor(f"selected_{name}", tensor.blocks, rows).name
         return selected[name]
 
-    ops: list[Op] = []
+    selections, ops = list[Op](), list[Op]()    # all selections come first, so that ops are fused as in other layers
     for op in graph.ops[begin:end]:
         for name in op.inputs:
             if name not in selected:
                 if graph.tensors[name].rows != ALL_ROWS:    # experts were chosen before
                     return graph
-                ops.append(Op("select_rows", (name,), (select(name),)))
+                selections.append(Op("select_rows", (name,), (select(name),)))
         inputs = tuple(selected[name] for name in op.inputs)
         outputs = inputs[:1] if op_spec(op.type).in_place else tuple(
             selected.get(name) or select(name) for name in op.outputs)
@@ -60,7 +60,7 @@ def with_early_selection(graph: Graph) -> Graph:
     def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(last if name == result else name for name in names)
 
-    other.ops = graph.ops[:begin] + ops + [
+    other.ops = graph.ops[:begin] + selections + ops + [
         replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs)) for op in graph.ops[end + 1:]]
     used = {name for op in other.ops for name in (*op.inputs, *op.outputs)}
     other.tensors = {name: tensor for name, tensor in other.tensors.items() if name in used}

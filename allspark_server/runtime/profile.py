@@ -223,10 +223,10 @@ def role_of(graph: Graph, op: Op) -> str:
     """The role of a linear op's matrix, without its layer: "self_attn.o_proj", "lm_head"; "" for other ops."""
     if op.type != "linear":
         return ""
-    if graph.tensors[op.inputs[0]].logit_rows:
-        return "lm_head"
-    return re.sub(r"^(model\.layers|encoder\.layers|transformer\.layers|blocks)\.\d+\.", "",
-                  op.weights[0]).removesuffix(".weight")
+    name, layers = re.subn(r"^(model\.layers|encoder\.layers|transformer\.layers|blocks)\.\d+\.", "", op.weights[0])
+    if not layers and graph.tensors[op.inputs[0]].logit_rows:
+        return "lm_head"    # a tied one has the embedding's name
+    return name.removesuffix(".weight")
 
 
 def summarize(entries: list[OpProfile]) -> list[OpProfile]:
