@@ -148,6 +148,16 @@ class Graph:
         other.ops = self.ops[:place] + more + self.ops[place:]
         return other
 
+    def with_ops(self, ops: list[Op]) -> Graph:
+        """A copy with these ops, and only the buffers and weights that they name."""
+        other = copy.copy(self)
+        other.ops = ops
+        buffers = {name for op in ops for name in (*op.inputs, *op.outputs)}
+        weights = {name for op in ops for name in op.weights}
+        other.tensors = {name: tensor for name, tensor in self.tensors.items() if name in buffers}
+        other.weights = {name: weight for name, weight in self.weights.items() if name in weights}
+        return other
+
     # -- buffers and weights -------------------------------------------------------------------------------------------
     def row_set(self, name: str, times: int, of: str = ALL_ROWS) -> str:
         """Declares the rows `name` that a router makes, `times` for each row of `of`; returns the name."""

@@ -60,8 +60,5 @@ def with_early_selection(graph: Graph) -> Graph:
     def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(last if name == result else name for name in names)
 
-    other.ops = graph.ops[:begin] + selections + ops + [
-        replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs)) for op in graph.ops[end + 1:]]
-    used = {name for op in other.ops for name in (*op.inputs, *op.outputs)}
-    other.tensors = {name: tensor for name, tensor in other.tensors.items() if name in used}
-    return other
+    return other.with_ops(graph.ops[:begin] + selections + ops + [
+        replace(op, inputs=renamed(op.inputs), outputs=renamed(op.outputs)) for op in graph.ops[end + 1:]])

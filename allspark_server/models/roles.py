@@ -6,7 +6,6 @@ of experts return (returned_sums), as late as the first op that needs them: a sh
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 from allspark_server.models.cache_groups import CacheGroup
@@ -32,7 +31,7 @@ def model_part(graph: Graph) -> Graph:
                 layer = next(layers, layer)
         else:
             ops.append(op)
-    return _part(graph, ops)
+    return graph.with_ops(ops)
 
 
 def experts_part(graph: Graph, entries: bool = False, either: bool = False) -> Graph:
@@ -46,7 +45,7 @@ def experts_part(graph: Graph, entries: bool = False, either: bool = False) -> G
                 Op("dispatched_choices", (layer.source,), (layer.routed,), attrs={"experts": layer.experts}), *products]
         returned = (layer.sums, *combine.inputs[:1]) if either else (layer.sums,)
         ops += [Op("return_sums", combine.inputs[:1])] if entries else [combine, Op("return_sums", returned)]
-    part = _part(graph, ops)
+    part = graph.with_ops(ops)
     part.cache_groups = [CacheGroup()]
     return part
 
@@ -99,14 +98,3 @@ def _layers(graph: Graph) -> Iterator[_Layer]:
                 found, numbers = True, []
     if not found:
         raise ValueError(f"{graph.config.architecture} has no routed experts")
-
-
-def _part(graph: Graph, ops: list[Op]) -> Graph:
-    """A copy of the graph with these ops, and only the buffers and weights that they name."""
-    part = copy.copy(graph)
-    part.ops = ops
-    buffers = {name for op in ops for name in (*op.inputs, *op.outputs)}
-    weights = {name for op in ops for name in op.weights}
-    part.tensors = {name: tensor for name, tensor in graph.tensors.items() if name in buffers}
-    part.weights = {name: weight for name, weight in graph.weights.items() if name in weights}
-    return part
