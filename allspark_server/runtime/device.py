@@ -50,7 +50,6 @@ class Device:
     words for users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which
     a host cache takes a part. for_images: the native library's arguments for a model that takes images. tower_rate:
     operations a second of a vision tower, before one was measured: a guess that is too low rather than too high.
-    selects_early: it leaves out rows without outputs where no later row needs them (models/output_rows.py).
     """
 
     isa: str
@@ -66,7 +65,6 @@ class Device:
     host_memory = True
     for_images: ClassVar[dict[str, Any]] = {}
     tower_rate = 2e10
-    selects_early = True
     _library: Any  # the native library for the device
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
@@ -80,6 +78,10 @@ class Device:
     def step_tokens_of(self, graph: Graph) -> int:
         """The default number of rows in a step of a model."""
         return self.step_tokens
+
+    def selects_early(self, world: int) -> bool:
+        """Whether rows without outputs are left out where no later row needs them (models/output_rows.py)."""
+        return True
 
     def available(self, world: int) -> int:
         """The bytes that this rank may use now."""
@@ -260,7 +262,6 @@ class Cpus(Device):
 class Gpu(Device):
     """A rank's GPU."""
 
-    selects_early = False   # not measured there
     half = "float16"
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
@@ -327,6 +328,9 @@ class Gpu(Device):
     def unquantized_dtype(self, dtype: str) -> str:
         """See `Device.unquantized_dtype`."""
         return RECOVERED    # kernels for quantized weights take activations in bfloat16
+
+    def selects_early(self, world: int) -> bool:
+        return world == 1   # not tested on several GPUs
 
     def available(self, world: int) -> int:
         """See `Device.available`."""

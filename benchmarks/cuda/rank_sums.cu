@@ -22,7 +22,7 @@ using namespace as::cuda;
 
 __global__ void next_step(int* step) { ++*step; }
 
-constexpr int kRanks = 2, kLayers = 14, kCopies = 4, kMost = 1024, kHidden = 3584, kInner[2] = {1792, 9472};
+constexpr int kRanks = 2, kLayers = 14, kCopies = 4, kMost = 2048, kHidden = 3584, kInner[2] = {1792, 9472};
 enum Way { alone, pulled, by_sum, by_product, kWays };
 const char* const kNames[] = {"products", "read", "pushed by sums", "by products"};
 
@@ -43,7 +43,7 @@ int main(int argc, char** argv) {
   check(cudaGetDeviceCount(&devices));
   if (devices < kRanks) return std::printf("needs %d GPUs\n", kRanks), 1;
   std::vector<int> all;
-  for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,32,64,128,256,1024"), ","); at;
+  for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,32,64,128,256,512,1024,2048"), ","); at;
        at = std::strtok(nullptr, ","))
     all.push_back(std::atoi(at));
   const size_t half = tiles_bytes(kMost, kHidden), places = tiles_bytes(kPushedRows, kHidden), header = 4096;

@@ -220,12 +220,15 @@ int Workspace::max_rows(int tensor) const {
   return rows_of(program.tensors()[tensor].rows, limits.max_rows, limits.max_outputs);
 }
 
-// Whether a tensor is stored in 16 bits only: its readers are GEMMs that take 16-bit rows, and its writers can round.
+// Whether a tensor is stored in 16 bits only: its readers are GEMMs that take 16-bit rows, or select rows for such GEMMs,
+// and its writers can round.
 bool Workspace::is_tiled(int tensor) const {
   bool read = false;
   for (const OpNode& op : program.ops()) {
     if (op.adapts() && op.inputs[0] != tensor) continue;  // these ops read both types
-    if (has(op.inputs, tensor)) {
+    if (op.is(Op::select_rows) && op.inputs[0] == tensor && is_tiled(op.outputs[0])) {
+      read = true;
+    } else if (has(op.inputs, tensor)) {
       if (!is_gemm(op) || !weights.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
     }

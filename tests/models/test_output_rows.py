@@ -6,12 +6,13 @@ import pytest
 
 from allspark_server.models.graph_elements import OUTPUT_ROWS
 from allspark_server.models.output_rows import with_early_selection
-from allspark_server.runtime.device import Cpus
+from allspark_server.runtime.device import Cpus, Gpu
 from allspark_server.weights.checkpoint import open_model
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
 from support.checkpoints import checkpoint, prompt_of
 from support.driver import Driver
+from support.units import GPUS, UNIT
 
 # An MLP; experts, shared ones and sinks; norms behind products; states and a gate; latent attention
 FAMILIES = ["qwen2-gqa-tied", "qwen3-moe", "glm4-moe", "gpt-oss", "gemma2", "qwen3-next", "nemotron-h", "deepseek-v3"]
@@ -45,11 +46,16 @@ def test_a_draft_head_needs_all_rows():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_stay(name, world, monkeypatch):
     """A prompt at once, and in chunks, most of which have no outputs."""
+    if GPUS and world > len(set(GPUS)):
+        pytest.skip(f"ranks that are threads need a GPU each, and ALLSPARK_TEST_UNIT names {len(set(GPUS))}")
+    fields = {"compute_unit": "CUDA:" + ",".join(GPUS[:world]), "weight_dtype": "bfloat16"} if GPUS else UNIT
+    fields |= {"engine_max_length": 256, "cache_memory": 4 << 20, "num_threads": 2}
     found = []
     for early in (False, True):
-        monkeypatch.setattr(Cpus, "selects_early", early)
+        for device in (Cpus, Gpu):
+            monkeypatch.setattr(device, "selects_early", lambda self, world, early=early: early)
         for chunk in (None, 16):
-            with Driver(checkpoint(name), world, engine_max_length=256, cache_memory=4 << 20, num_threads=2) as driver:
+            with Driver(checkpoint(name), world, **fields) as driver:
                 found.append(driver.generate(PROMPT, 6, chunk))
     for tokens, logits in found[1:]:
         assert tokens == found[0][0]

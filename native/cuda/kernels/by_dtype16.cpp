@@ -31,7 +31,7 @@ void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, 
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, gelu_tanh_mul, in, rows, out, queue);
 }
-void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
+void select_rows(const Rows& in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, select_rows, in, chosen, rows, out, queue);
 }
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {

@@ -16,7 +16,7 @@ int bind_keep_hidden(Binding& b, size_t i) {
 
 int bind_kept_hidden(Binding& b, size_t i) {
   b.add_launch(kAllRows, [y = b.out(b.ops[i]), ws = &b.workspace, queue = b.queue](int rows) {
-    select_rows(ws->hidden, ws->data->takes(), rows, y.rows, queue);
+    select_rows({ws->hidden, nullptr, y.rows.width}, ws->data->takes(), rows, y.rows, queue);
   });
   return 0;
 }

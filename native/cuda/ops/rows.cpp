@@ -41,7 +41,7 @@ int bind_embedding_and_given(Binding& b, size_t i) {
 int bind_select_rows(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   b.add_launch(kOutputRows, [x = b.in(op), y = b.out(op), data = &*b.workspace.data, queue = b.queue](int rows) {
-    select_rows(x.values(), data->chosen(), rows, y.rows, queue);
+    select_rows(x.rows, data->chosen(), rows, y.rows, queue);
   });
   return 0;
 }
@@ -63,7 +63,7 @@ int bind_sample(Binding& b, size_t i) {
 }
 
 const RegisterCudaOp kEmbedding(Op::embedding, bind_embedding_and_given),
-    kSelectRows(Op::select_rows, bind_select_rows), kHiddenStates(Op::hidden_states, bind_hidden_states),
+    kSelectRows(Op::select_rows, bind_select_rows, OutputForm::tiles), kHiddenStates(Op::hidden_states, bind_hidden_states),
     kSample(Op::sample, bind_sample);
 
 }  // namespace

@@ -133,10 +133,13 @@ __global__ void gate_kernel(const float* in, Gating gating, Rows out) {
 
 // chosen: the source of each row; null: the same row. Padding of tiles becomes zero: the memory may hold NaNs of rows
 // of another width, and products with zero weights would keep them.
-__global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
+__global__ void copy_kernel(Rows in, const int* chosen, Rows out) {
   after_previous();
-  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, blocks = blocks_of(out.width);
-  if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, blocks = blocks_of(out.width),
+            from = chosen ? chosen[row] : row;
+  if (i < out.width)
+    put(out, row, i, in.values ? in.values[(size_t)from * out.width + i]
+                               : from_dtype16(in.tiles[tile_offset(from, i, blocks)]));
   else if (out.tiles && i < blocks * kBlock) out.tiles[tile_offset(row, i, blocks)] = 0;
 }
 
@@ -185,14 +188,15 @@ void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queu
   start(queue, gate_kernel<true>, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, Gating(), out);
 }
 
-void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
+void select_rows(const Rows& in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
   start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, chosen, out);
 }
 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   const int eights = blocks_of(out.width) * 8;
   if (out.tiles) start(queue, to_tiles_kernel, dim3(ceil_div(eights, kThreads), rows), kThreads, 0, in, out);
-  else start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, nullptr, out);
+  else start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, Rows{const_cast<float*>(in), nullptr, out.width}, nullptr,
+             out);
 }
 
 void gather_columns(const Rows& in, const int* order, int rows, const Rows& out, const Queue& queue) {
