@@ -79,10 +79,6 @@ class Device:
         """The default number of rows in a step of a model."""
         return self.step_tokens
 
-    def selects_early(self, world: int) -> bool:
-        """Whether rows without outputs are left out where no later row needs them (models/output_rows.py)."""
-        return True
-
     def available(self, world: int) -> int:
         """The bytes that this rank may use now."""
         raise NotImplementedError
@@ -328,9 +324,6 @@ class Gpu(Device):
     def unquantized_dtype(self, dtype: str) -> str:
         """See `Device.unquantized_dtype`."""
         return RECOVERED    # kernels for quantized weights take activations in bfloat16
-
-    def selects_early(self, world: int) -> bool:
-        return world == 1   # not tested on several GPUs
 
     def available(self, world: int) -> int:
         """See `Device.available`."""

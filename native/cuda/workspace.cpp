@@ -220,8 +220,8 @@ int Workspace::max_rows(int tensor) const {
   return rows_of(program.tensors()[tensor].rows, limits.max_rows, limits.max_outputs);
 }
 
-// Whether a tensor is stored in 16 bits only: its readers are GEMMs that take 16-bit rows, or select rows for such GEMMs,
-// and its writers can round.
+// Whether a tensor is stored in 16 bits only: its readers are GEMMs that take 16-bit rows, or select rows for such
+// GEMMs, and its writers can round.
 bool Workspace::is_tiled(int tensor) const {
   bool read = false;
   for (const OpNode& op : program.ops()) {

@@ -177,6 +177,16 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
     assert found[0] == found[1] == found[2] == alone
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bits_do_not_depend_on_how_partial_sums_move(ranks):
+    """Those of few rows are pushed, those of more rows read."""
+    prompt, found = prompt_of(500), set()
+    for chunk in (500, 300, 64):
+        with on_gpus(ranks, weight_dtype="bfloat16", max_step_tokens=512) as gpu:
+            found.add(together(gpu, [prompt], chunk)[0].tobytes())
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", *DTYPES16])
 def test_a_missing_rank_is_reported(monkeypatch, dtype):
     """The step of a single rank ends with an error instead of waiting for ever."""

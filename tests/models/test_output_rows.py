@@ -6,7 +6,7 @@ import pytest
 
 from allspark_server.models.graph_elements import OUTPUT_ROWS
 from allspark_server.models.output_rows import with_early_selection
-from allspark_server.runtime.device import Cpus, Gpu
+from allspark_server.runtime import rank_model
 from allspark_server.weights.checkpoint import open_model
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
@@ -51,9 +51,9 @@ def test_bits_stay(name, world, monkeypatch):
     fields = {"compute_unit": "CUDA:" + ",".join(GPUS[:world]), "weight_dtype": "bfloat16"} if GPUS else UNIT
     fields |= {"engine_max_length": 256, "cache_memory": 4 << 20, "num_threads": 2}
     found = []
-    for early in (False, True):
-        for device in (Cpus, Gpu):
-            monkeypatch.setattr(device, "selects_early", lambda self, world, early=early: early)
+    for early in (True, False):
+        if not early:
+            monkeypatch.setattr(rank_model, "with_early_selection", lambda graph: graph)
         for chunk in (None, 16):
             with Driver(checkpoint(name), world, **fields) as driver:
                 found.append(driver.generate(PROMPT, 6, chunk))

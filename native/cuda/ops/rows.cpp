@@ -63,8 +63,8 @@ int bind_sample(Binding& b, size_t i) {
 }
 
 const RegisterCudaOp kEmbedding(Op::embedding, bind_embedding_and_given),
-    kSelectRows(Op::select_rows, bind_select_rows, OutputForm::tiles), kHiddenStates(Op::hidden_states, bind_hidden_states),
-    kSample(Op::sample, bind_sample);
+    kSelectRows(Op::select_rows, bind_select_rows, OutputForm::tiles),
+    kHiddenStates(Op::hidden_states, bind_hidden_states), kSample(Op::sample, bind_sample);
 
 }  // namespace
 }  // namespace as::cuda

@@ -138,8 +138,8 @@ __global__ void copy_kernel(Rows in, const int* chosen, Rows out) {
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, blocks = blocks_of(out.width),
             from = chosen ? chosen[row] : row;
   if (i < out.width)
-    put(out, row, i, in.values ? in.values[(size_t)from * out.width + i]
-                               : from_dtype16(in.tiles[tile_offset(from, i, blocks)]));
+    put(out, row, i,
+        in.values ? in.values[(size_t)from * out.width + i] : from_dtype16(in.tiles[tile_offset(from, i, blocks)]));
   else if (out.tiles && i < blocks * kBlock) out.tiles[tile_offset(row, i, blocks)] = 0;
 }
 
@@ -195,8 +195,9 @@ void select_rows(const Rows& in, const int* chosen, int rows, const Rows& out, c
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   const int eights = blocks_of(out.width) * 8;
   if (out.tiles) start(queue, to_tiles_kernel, dim3(ceil_div(eights, kThreads), rows), kThreads, 0, in, out);
-  else start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, Rows{const_cast<float*>(in), nullptr, out.width}, nullptr,
-             out);
+  else
+    start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0,
+          Rows{const_cast<float*>(in), nullptr, out.width}, nullptr, out);
 }
 
 void gather_columns(const Rows& in, const int* order, int rows, const Rows& out, const Queue& queue) {
