@@ -74,7 +74,7 @@ def with_joined_layers(graph: Graph, layers: tuple[int, ...]) -> Graph:
     """The same model, which keeps for an EAGLE-3 head the sum of its matrices' products with the residual stream before
     these layers. ValueError if a layer is not found.
     """
-    size, select = graph.config.hidden_size, next(i for i, op in enumerate(graph.ops) if op.type == "select_rows")
+    size, select = graph.config.hidden_size, graph.selection
     first = {graph.config.num_layers: select}
     for place, op in enumerate(graph.ops):
         for found in filter(None, map(LAYER.search, op.weights)):

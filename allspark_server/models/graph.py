@@ -135,10 +135,14 @@ class Graph:
             other.ops.append(op)
         return other
 
+    @property
+    def selection(self) -> int:
+        """The place of the op that selects OUTPUT_ROWS; 0: there is none."""
+        return next((i for i, op in enumerate(self.ops) if op.type == "select_rows"), 0)
+
     def with_kept_hidden(self) -> Graph:
         """The same model, which keeps the normed hidden states of all rows for a draft head."""
-        other = copy.copy(self)
-        place = next(i for i, op in enumerate(self.ops) if op.type == "select_rows")
+        other, place = copy.copy(self), self.selection
         select, norm = self.ops[place:place + 2]
         if norm.type != "rms_norm":
             raise ValueError(f"{self.config.architecture} has no final norm, so no draft head can follow it")

@@ -25,8 +25,7 @@ _ROW_BY_ROW = {
 
 def with_early_selection(graph: Graph) -> Graph:
     """The same model, which selects OUTPUT_ROWS before the last layer's products where it can."""
-    end = next((i for i, op in enumerate(graph.ops) if op.type == "select_rows"), 0)
-    begin = end
+    begin = end = graph.selection
     while begin and graph.ops[begin - 1].type in _ROW_BY_ROW:
         begin -= 1
     if not any(op.type in ("linear", "expert_linear") for op in graph.ops[begin:end]):
