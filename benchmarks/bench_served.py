@@ -3,6 +3,7 @@
     bench_served.py [7b|llama-70b|gemma-4-31b] [--compute-unit CUDA:0,1] [--layers N] [--weight-dtype bfloat16]
                     [--prompt 512] [--tokens 256] [--clients 1,32,256] [--modes greedy,sampled,logprobs,schema]
                     [--rounds 2] [--workers 4] [--fields '{"cache_memory": …}'] [--folder /dev/shm]
+                    [--timeline kernel_trace.so]
 
 The checkpoint has the model's shape, or fewer layers of it, and a tokenizer made up for its vocabulary. A group and
 HTTP workers serve it. Clients stream in a closed loop from processes of their own: each sends its next request when the
@@ -10,6 +11,9 @@ one before has ended, `--rounds` in all. Prompts are random ids; no prefix cache
 process, as in `allspark bench serving`, cannot read as many tokens as two GPUs make.)
 
 sampled: temperature 0.7, top_p 0.9. logprobs: 5 of each token. schema: an array of integers.
+
+--timeline records half a second of the GPUs' kernels in each load, at the place that --record-after says, and prints
+steps by kind (timeline.py; cuda/kernel_trace.cpp says how its library is built).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import time
 from pathlib import Path
 
 import bench_gpt_oss
+import timeline
 
 from allspark_launch.group.background import background_group
 from allspark_launch.group.http_server import HttpOptions, http_server
@@ -170,6 +175,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="of the HTTP server")
     parser.add_argument("--fields", type=json.loads, default={}, help="more fields of the model's configuration")
     parser.add_argument("--folder", default="/dev/shm")
+    parser.add_argument("--timeline", type=Path, help="the recorder's library")
+    parser.add_argument("--record-after", type=float, default=4.0, help="seconds from the beginning of a load")
     parser.add_argument("--as-clients", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_clients:
@@ -192,6 +199,8 @@ def main() -> None:
         if kind == "CUDA":
             group["gpus"] = [int(number) for number in ids.split(",")]
         file.write_text(json.dumps(group))
+        if options.timeline:
+            timeline.enable(options.timeline, Path(folder))
         began = time.perf_counter()
         with (background_group(["--config", str(file)], verbose=True) as running,
               http_server(HttpOptions(address="127.0.0.1:0", workers=options.workers, insecure=True,
@@ -201,7 +210,11 @@ def main() -> None:
             print(f"ready and warm after {time.perf_counter() - began:.1f} s", flush=True)
             for count in counts:
                 for mode in options.modes.split(","):
+                    if options.timeline:
+                        timeline.record_after(Path(folder), f"{mode}-{count}", options.record_after)
                     print(load(served.address, mode, count, options, vocab), flush=True)
+                    if options.timeline:
+                        print("\n".join(timeline.report(Path(folder), f"{mode}-{count}")), flush=True)
 
 
 if __name__ == "__main__":

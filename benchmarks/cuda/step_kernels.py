@@ -11,10 +11,8 @@ Kernels that depend on what ran before them (a GEMM after a norm, after attentio
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
-from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -22,15 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_cuda import BANDWIDTH, SHAPES, SPAN, Model
+from timeline import short, spent
 
 from allspark_server.runtime.plan import SAMPLE, StepPlan, WorkItem
 
 STEPS = 10
-
-
-def short(name: str) -> str:
-    name = re.sub(r"\(.*?\)::|as::cuda::|void |\([^()]*\)$", "", name)
-    return re.sub(r"_kernel|StreamKShape|\((?:int|bool|unsigned int)\)|\s", "", name)[:44]
 
 
 def kernels_of(step, times: int) -> list[tuple[float, float, str]]:
@@ -49,17 +43,13 @@ def show(step, times: int, title: str, most: int) -> None:
     show_kernels(kernels_of(step, times), times, title, most)
 
 
-def show_kernels(kernels: list[tuple[float, float, str]], times: int, title: str, most: int) -> None:
+def show_kernels(kernels: list[tuple[float, float, str]], steps: int, title: str, most: int) -> None:
     """Prints the time of each of kernels_of(), of which there are so many steps."""
-    spent, before, ended = defaultdict(list), ("", ""), None
-    for begin, end, kernel in kernels:
-        if ended is not None and begin - ended < 200:
-            spent[before, kernel].append(max(end - max(ended, begin - 5), 0))
-        before, ended = (before[1], kernel), max(end, ended or end)
-    print(f"-- {title}; {len(kernels) / times:.0f} kernels a step, {sum(map(sum, spent.values())) / times:.0f} us")
-    for (earlier, kernel), each in sorted(spent.items(), key=lambda item: -sum(item[1]))[:most]:
-        print(f"{sum(each) / times:6.0f} us = {len(each) / times:5.1f} x {sum(each) / len(each):6.1f}  {kernel} "
-              f"after {earlier[1][:16]}")
+    times = spent(kernels)
+    print(f"-- {title}; {len(kernels) / steps:.0f} kernels a step, {sum(map(sum, times.values())) / steps:.0f} us")
+    for (kernel, before), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:most]:
+        print(f"{sum(each) / steps:6.0f} us = {len(each) / steps:5.1f} x {sum(each) / len(each):6.1f}  {kernel} "
+              f"after {before[:16]}")
 
 
 def main(arguments: list[str]) -> None:
