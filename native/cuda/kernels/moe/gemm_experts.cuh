@@ -8,7 +8,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// wgmma, capability 9.0; tile_rows: 64 or 128, of MXFP4 also 8, 16 and 32, then by mma.sync.
+// wgmma, capability 9.0; tile_rows: 64 or 128, of MXFP4 also 48, and 8, 16 and 32 by mma.sync.
 void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
 // Most work items that there can be, with `columns` items for each tile of entries.

@@ -36,8 +36,7 @@ struct Shape {
                        kPlaces = kCopies > kDepth ? kRows / kAround : 1;
   // Arrivals at an empty stage of a warpgroup: with MXFP4 each warp itself has read its weights.
   static constexpr int kEnds = kMx ? 4 : 1;
-  static constexpr int kLag = kMx ? 2 : 0;  // see copy_stages()
-  static_assert(kLag < kStages);
+  static constexpr int kLag = 0;  // see copy_stages()
 };
 
 // Products of a warp's 16 columns in MXFP4 and few rows, from a stage. A sum is one chain of products.
@@ -51,16 +50,18 @@ class FewRows {
     // Keeps these in registers: the compiler would compute them again for every stage.
     asm volatile("" : "+r"(values_), "+r"(scales_), "+r"(x_[0]), "+r"(x_[1]));
   }
-  // d += the first `there` blocks of K of a stage at this address. A block's values are read before the products of the
-  // block before it.
+  // d += the first `there` blocks of K of a stage at this address. A whole stage has no branches, so that the compiler
+  // reads a block's values, and recovers its weights, during the products of the blocks before it.
   __device__ __forceinline__ void multiply(uint32_t stage, int there, float (&d)[S::kRows / 2]) const {
-    MxQuants next = read(stage, 0);
+    if (there == S::kDepth) {
+      MxQuants quants[S::kDepth];
 #pragma unroll
-    for (int j = 0; j < S::kDepth; j++) {
-      const MxQuants quants = next;
-      if (j + 1 < S::kDepth) next = read(stage, j + 1);
-      multiply(stage + j * S::kRowsBytes, quants, d);
-      if (j + 1 == there) break;
+      for (int j = 0; j < S::kDepth; j++) quants[j] = read(stage, j);
+#pragma unroll
+      for (int j = 0; j < S::kDepth; j++) multiply(stage + j * S::kRowsBytes, quants[j], d);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < there; j++) multiply(stage + j * S::kRowsBytes, read(stage, j), d);
     }
   }
 
@@ -153,6 +154,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else {
     Pipeline<kStages> ring;
     float d[kRows / 2];
+    uint32_t weights[S::kFew ? 1 : S::kDepth][4][4];  // of blocks of K in MXFP4: recovered while others multiply
     const std::conditional_t<S::kFew, FewRows<S>, int> few(group);
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const ExpertTile tile = tile_at(r, item / columns);  // read early for the epilogue
@@ -173,20 +175,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             if (ends) barrier_arrive(&empty[ring.stage]);
           } else {
             const char* tiles = shared + (own - stages) + thread / 32 * kMxTileBytes;
+            fence_for_wgmma();
 #pragma unroll
             for (int j = 0; j < S::kDepth; j++) {
               MxQuants quants;
               quants.load(tiles + j * S::kWeightBlock);
               if (b * S::kDepth + j >= blocks) quants.scales = 0;  // the rows are zero there, too
-              wait_wgmma<0>();  // the previous product reads its weights from registers
-              if (j == 0 && b > 0 && ends) barrier_arrive(&empty[last]);
-              uint32_t a[4][4];
+              wait_wgmma<1>();  // the product before the previous one reads its weights from the same registers
+              if (j == 1 && b > 0 && ends) barrier_arrive(&empty[last]);
 #pragma unroll
-              for (int step = 0; step < 4; step++) quants.fragment(step, a[step]);
+              for (int step = 0; step < 4; step++) quants.fragment(step, weights[j][step]);
               begin_wgmma();
 #pragma unroll
               for (int step = 0; step < 4; step++)
-                RegisterTile<kRows>::multiply(d, a[step], descriptor(theirs + j * S::kRowsBytes + step * kStepBytes),
+                RegisterTile<kRows>::multiply(d, weights[j][step],
+                                              descriptor(theirs + j * S::kRowsBytes + step * kStepBytes),
                                               step > 0 || j > 0 || b > 0);
               commit_wgmma();
             }
@@ -236,6 +239,7 @@ void start_tile(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue
       else if (tile_rows <= 8) start_prefill<Shape<8, 4, true>>(p, entries, queue);
       else if (tile_rows <= 16) start_prefill<Shape<16, 4, true>>(p, entries, queue);
       else if (tile_rows <= 32) start_prefill<Shape<32, 4, true>>(p, entries, queue);
+      else if (tile_rows <= 48) start_prefill<Shape<48, 4, true>>(p, entries, queue);
       else if (tile_rows <= 64) start_prefill<Shape<64, 3, true>>(p, entries, queue);
       else start_prefill<Shape<128, 3, true>>(p, entries, queue);
       return;
