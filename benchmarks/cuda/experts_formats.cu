@@ -146,11 +146,21 @@ int main(int argc, char** argv) {
       if (rows ==
           1) {  // and choosing the experts and adding their results, with the kernels for one row and for several
         const ExpertChoice choice = choose_expert_gemm(chip_of(queue), up[0].kind, kTop, kExperts);
-        if (format == Format::bf16)
-          std::printf("bf16 a layer's experts by the kernels for one row: %.1f us\n", time_of([&](int i) {
-                        AS_DTYPE16::gate_row(args(up[i], true, 1), row, queue);
-                        AS_DTYPE16::combine_row(args(down[i], false, 1), row, c, queue);
-                      }));
+        if (!eight) {
+          const bool mx = format == Format::mxfp4;
+          const auto gates = [&](int i) {
+            if (mx) AS_DTYPE16::gemm_chosen_experts(args(up[i], true, 1), row, queue);
+            else AS_DTYPE16::gate_row(args(up[i], true, 1), row, queue);
+          };
+          std::printf("%s a layer's experts by the kernels for one row: %.1f us, gate_up alone %.1f\n", format_name,
+                      time_of([&](int i) {
+                        gates(i);
+                        if (!mx) return AS_DTYPE16::combine_row(args(down[i], false, 1), row, c, queue);
+                        launch(down[i], false, 1, 8, choice.algo);
+                        AS_DTYPE16::combine_experts(c, 1, queue);
+                      }),
+                      time_of(gates));
+        }
         std::printf("%s a layer's experts by the kernels for several: %.1f us\n", format_name, time_of([&](int i) {
                       route(logits, router, routing, nullptr, 1, 8, queue);
                       launch(up[i], true, 1, 8, choice.algo);

@@ -239,9 +239,8 @@ ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int ex
 }
 
 bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down) {
-  // MXFP4 takes more instructions than those kernels' few warps issue while its few bytes arrive.
-  const auto fits = [](const Matrix& w) { return w.takes_tiles() && w.kind != Kind::mxfp4; };
-  return is_hopper(chip) && fits(up) && fits(down);
+  return is_hopper(chip) && up.takes_tiles() && down.takes_tiles() &&
+         (up.kind == Kind::mxfp4) == (down.kind == Kind::mxfp4);
 }
 
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool biased) {
