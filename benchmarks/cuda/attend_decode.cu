@@ -1,8 +1,8 @@
 // Decode attention (native/cuda/kernels/attention/attention_decode.cu) between kernels that read other memory, as in a
 // step: the time that a layer's attention adds, against the time that its bytes take; and the number of results that
 // differ from the prefill kernel's. `./attend_decode [check30 1@129 16@8000 28/4/128 int8 ...]`: N@P measures N
-// sequences at position P; HEADS/KV_HEADS/SIZE and a cache type apply to the arguments after them. nvcc -O3 -std=c++17
-// -I../../../native -gencode arch=compute_90a,code=sm_90a attend_decode.cu
+// sequences at position P; HEADS/KV_HEADS/SIZE, a cache type and windowW apply to the arguments after them. nvcc -O3
+// -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a attend_decode.cu
 //   ../../../native/cuda/kernel_choice.cpp
 //   ../../../native/cuda/kernels/{attention/{attention*,latent_mma},norm/rows*}.cu -o attend_decode
 #include <algorithm>
@@ -140,7 +140,10 @@ void check(int seed) {
 #ifndef OLD
   a.arrivals = (int*)device(nullptr, count * kv * 4);
 #endif
-  const AttentionTile* tiles = (AttentionTile*)device(decode.data(), count * sizeof(AttentionTile));
+  const auto upload = [&](const std::vector<AttentionTile>& all) {
+    return (const AttentionTile*)device(all.data(), count * sizeof(AttentionTile));
+  };
+  const AttentionTile *tiles = upload(decode), *others = upload(prefill);
   const int* places = (int*)device(where.data(), rows * 4);
   fill_floats<<<ceil_div((size_t)rows * a.width, 256), 256>>>(qkv, (size_t)rows * a.width);
   fill_floats<<<ceil_div((size_t)(rows + heads) * dim, 256), 256>>>(angles, (size_t)(rows + heads) * dim);
@@ -158,10 +161,10 @@ void check(int seed) {
   AS_DTYPE16::store_and_attend(a, &rope, tiles, count, splits > 1 ? 2 : 1, queue);
   a.out.values = results[1], AS_DTYPE16::store_cache(a, places, &rope, true, rows, queue);
   AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, tiles, count, splits > 1 ? 2 : 1, queue);
-  a.out.values = results[2], AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
+  a.out.values = results[2], AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, others, count, nullptr, queue);
   a.out.values = results[3];
-  if (type == CacheType::dtype16) attend_prefill_mma(a, tiles, count, queue);
-  else AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, tiles, count, nullptr, queue);
+  if (type == CacheType::dtype16) attend_prefill_mma(a, others, count, queue);
+  else AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, others, count, nullptr, queue);
   CHECK(cudaDeviceSynchronize());
   for (int i = 0; i < 3; i++) differ<<<ceil_div(out, 256), 256>>>(results[i], results[3], out, counters + i);
   CHECK(cudaMemcpy(found, counters, 24, cudaMemcpyDeviceToHost));
@@ -174,13 +177,13 @@ void check(int seed) {
         seed, (int)type, found[0], found[1], found[2], out, dim, heads, kv, span, sequences, longest, a.window,
         a.soft_cap, rope.table.dim, rope.interleaved);
   for (const void* p :
-       {(void*)qkv, (void*)angles, (void*)a.cache.data, (void*)a.tables, (void*)a.partials, (void*)tiles, (void*)places,
-        (void*)counters, (void*)results[0], (void*)results[1], (void*)results[2], (void*)results[3]})
+       {(void*)qkv, (void*)angles, (void*)a.cache.data, (void*)a.tables, (void*)a.partials, (void*)tiles, (void*)others,
+        (void*)places, (void*)counters, (void*)results[0], (void*)results[1], (void*)results[2], (void*)results[3]})
     CHECK(cudaFree((void*)p));
 }
 
 int main(int argc, char** argv) {
-  int heads = 28, kv = 4, dim = 128;
+  int heads = 28, kv = 4, dim = 128, window = 0;
   CacheType type = CacheType::dtype16;
   CHECK(cudaStreamCreate(&stream));
   Queue queue;
@@ -202,6 +205,7 @@ int main(int argc, char** argv) {
       sscanf(argv[c], "%d/%d/%d", &heads, &kv, &dim);
       continue;
     }
+    if (sscanf(argv[c], "window%d", &window) == 1) continue;
     if (int seeds; sscanf(argv[c], "check%d", &seeds) == 1) {
       for (int seed = 1; seed <= seeds; seed++) check(seed);
       printf("checked %d\n", seeds);
@@ -217,10 +221,11 @@ int main(int argc, char** argv) {
     Attention a;
     a.cache = {nullptr, type, kSpan, kv, dim, dim};
     a.group = heads / kv, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.max_splits = max_splits;
+    a.window = window;
     const size_t layer_bytes = a.cache.span_bytes() * spans * sequences, out = (size_t)sequences * heads * dim;
     float *qkv, *results[2], *partials, *angles;
     char* data;
-    AttentionTile* device_tiles;
+    AttentionTile *device_tiles, *prefill_tiles;
     int *tables, *where, *arrivals;
     unsigned long long *counter, found;
     CHECK(cudaMalloc(&qkv, (size_t)sequences * width * 4)), CHECK(cudaMalloc(&data, layer_bytes * kLayers));
@@ -241,9 +246,12 @@ int main(int argc, char** argv) {
       for (int i = 0; i < (int)table.size(); i++) table[i] = i;
     CHECK(cudaMalloc(&tables, table.size() * 4)), CHECK(cudaMalloc(&where, sequences * 4));
     CHECK(cudaMalloc(&device_tiles, tiles.size() * sizeof(AttentionTile)));
+    CHECK(cudaMalloc(&prefill_tiles, tiles.size() * sizeof(AttentionTile)));
     CHECK(cudaMemcpy(tables, table.data(), table.size() * 4, cudaMemcpyHostToDevice));
     CHECK(cudaMemcpy(where, places.data(), sequences * 4, cudaMemcpyHostToDevice));
     CHECK(cudaMemcpy(device_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
+    for (AttentionTile& tile : tiles) tile.first = 0;  // a pair
+    CHECK(cudaMemcpy(prefill_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
     a.qkv = qkv, a.tables = tables, a.partials = partials;
 #ifndef OLD
     a.arrivals = arrivals;
@@ -267,7 +275,7 @@ int main(int argc, char** argv) {
     };
     once(0, nullptr);
     a.out.values = results[1];
-    AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, device_tiles, sequences, nullptr, queue);
+    AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, prefill_tiles, sequences, nullptr, queue);
     CHECK(cudaDeviceSynchronize());
     differ<<<ceil_div(out, 256), 256>>>(results[0], results[1], out, counter);
     CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));
@@ -284,7 +292,8 @@ int main(int argc, char** argv) {
            : type == CacheType::uint4 ? "uint4"
                                       : "float8",
            argv[c], (both - alone) / kLayers, only / kLayers,
-           (double)a.cache.row_bytes() * 2 * kv * sequences * (at + 1) / 4.44e6, found, out);
+           (double)a.cache.row_bytes() * 2 * kv * sequences * (window ? std::min(window, at + 1) : at + 1) / 4.44e6,
+           found, out);
     fflush(stdout);
     float* shown[2];
     for (int i = 0; i < 2; i++) {
@@ -295,8 +304,9 @@ int main(int argc, char** argv) {
       for (int j = 0; j < 6; j++) printf(" %.6g", shown[i][j]);
       printf(i ? "\n" : " |");
     }
-    for (void* p : {(void*)qkv, (void*)data, (void*)counter, (void*)partials, (void*)arrivals, (void*)angles,
-                    (void*)tables, (void*)where, (void*)device_tiles, (void*)results[0], (void*)results[1]})
+    for (void* p :
+         {(void*)qkv, (void*)data, (void*)counter, (void*)partials, (void*)arrivals, (void*)angles, (void*)tables,
+          (void*)where, (void*)device_tiles, (void*)prefill_tiles, (void*)results[0], (void*)results[1]})
       CHECK(cudaFree(p));
   }
 }

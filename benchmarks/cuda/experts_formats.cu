@@ -127,20 +127,40 @@ int main(int argc, char** argv) {
       check(cudaMemcpy(list.data(), routing.tiles, tiles * sizeof(ExpertTile), cudaMemcpyDeviceToHost));
       int touched = 0;
       for (int i = 0; i < tiles; i++) touched += i == 0 || list[i].expert != list[i - 1].expert;
-      const auto show = [&](const char* name, int height, double first, double both) {
+      // Of the sums of entries, which do not depend on how entries are grouped.
+      const auto bits_of_sum = [&](int rows) {
+        AS_DTYPE16::combine_experts(c, rows, queue);
+        std::vector<uint32_t> values((size_t)rows * kHidden);
+        check(cudaStreamSynchronize(stream));
+        check(cudaMemcpy(values.data(), sum.values, values.size() * 4, cudaMemcpyDeviceToHost));
+        uint32_t bits = 0;
+        for (uint32_t value : values) bits = (bits ^ value) * 16777619u;
+        return bits;
+      };
+      const auto show = [&](const char* name, int height, double first, double both, uint32_t bits) {
         const double bytes = up_bytes * touched / kBandwidth, work = 4.0 * rows * kTop * kInner * kHidden / kRate;
         std::printf(
-            "%s %d rows, %d experts, %s %d: gate_up %.1f us (%.2f of bytes, %.2f of products), with down %.1f\n",
-            format_name, rows, touched, name, height, first, bytes / first, work / first, both);
+            "%s %d rows, %d experts, %s %d: gate_up %.1f us (%.2f of bytes, %.2f of products), with down %.1f; %08x\n",
+            format_name, rows, touched, name, height, first, bytes / first, work / first, both, bits);
       };
       if (rows ==
           1) {  // and choosing the experts and adding their results, with the kernels for one row and for several
         const ExpertChoice choice = choose_expert_gemm(chip_of(queue), up[0].kind, kTop, kExperts);
-        if (format == Format::bf16)
-          std::printf("bf16 a layer's experts by the kernels for one row: %.1f us\n", time_of([&](int i) {
-                        AS_DTYPE16::gate_row(args(up[i], true, 1), row, queue);
-                        AS_DTYPE16::combine_row(args(down[i], false, 1), row, c, queue);
-                      }));
+        if (!eight) {
+          const bool mx = format == Format::mxfp4;
+          const auto gates = [&](int i) {
+            if (mx) AS_DTYPE16::gemm_chosen_experts(args(up[i], true, 1), row, queue);
+            else AS_DTYPE16::gate_row(args(up[i], true, 1), row, queue);
+          };
+          std::printf("%s a layer's experts by the kernels for one row: %.1f us, gate_up alone %.1f\n", format_name,
+                      time_of([&](int i) {
+                        gates(i);
+                        if (!mx) return AS_DTYPE16::combine_row(args(down[i], false, 1), row, c, queue);
+                        launch(down[i], false, 1, 8, choice.algo);
+                        AS_DTYPE16::combine_experts(c, 1, queue);
+                      }),
+                      time_of(gates));
+        }
         std::printf("%s a layer's experts by the kernels for several: %.1f us\n", format_name, time_of([&](int i) {
                       route(logits, router, routing, nullptr, 1, 8, queue);
                       launch(up[i], true, 1, 8, choice.algo);
@@ -149,21 +169,22 @@ int main(int argc, char** argv) {
                     }));
       }
       const ExpertChoice usual = choose_expert_gemm(chip_of(queue), up[0].kind, rows * kTop, kExperts);
-      for (const int height : {8, 16, 32, 64, 128})
+      for (const int height : {8, 16, 32, 48, 64, 128})
         for (const GemmAlgo algo : {GemmAlgo::any, GemmAlgo::mma}) {
           const ExpertChoice choice =
               choose_expert_gemm(chip_of(queue), up[0].kind, rows * kTop, kExperts, algo, height);
           if (height > 2 * usual.tile_rows || 2 * height < usual.tile_rows ||
-              (algo == GemmAlgo::mma && (eight || height == 128)) ||
+              (algo == GemmAlgo::mma && (eight || height == 48 || height == 128)) ||
               (algo == GemmAlgo::any && choice.algo == GemmAlgo::mma))
             continue;
           route(logits, router, routing, nullptr, rows, height, queue);
           check(cudaStreamSynchronize(stream));
           const double first = time_of([&](int i) { launch(up[i], true, rows, height, choice.algo); });
-          show(name_of(choice.algo), height, first, time_of([&](int i) {
-                 launch(up[i], true, rows, height, choice.algo);
-                 launch(down[i], false, rows, height, choice.algo);
-               }));
+          const double both = time_of([&](int i) {
+            launch(up[i], true, rows, height, choice.algo);
+            launch(down[i], false, rows, height, choice.algo);
+          });
+          show(name_of(choice.algo), height, first, both, bits_of_sum(rows));
         }
     }
     for (const Matrix& m : up) cudaFree(m.quants.bits ? (void*)m.quants.words : (void*)m.tiles);

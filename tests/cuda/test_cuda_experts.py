@@ -172,6 +172,26 @@ def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, 
         np.testing.assert_array_equal(compiled(own).step(step_of([prompt]), True).logits[0], expected)
 
 
+@pytest.mark.parametrize("experts, top, width, inner, first, count", [
+    (1, 1, 32, 32, 0, 1), (3, 2, 96, 64, 0, 3), (32, 4, 2880, 160, 0, 32), (33, 8, 160, 288, 0, 33),
+    (12, 8, 320, 1120, 3, 5), (128, 4, 512, 2880, 0, 128), (40, 9, 96, 64, 0, 40), (12, 3, 8192, 96, 9, 1),
+    (300, 6, 64, 608, 0, 300)])
+@pytest.mark.parametrize("clamped", [None, {"alpha": 1.702, "limit": 0.9}])
+def test_one_row_in_mxfp4_has_the_bits_of_many(experts, top, width, inner, first, count, clamped):
+    """With experts of other ranks, and up to nine for a row."""
+    own = toy()
+    x = embedded(own, width)
+    for _ in range(2):
+        normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
+        rows, scores = routed(own, normed, experts, top, normalized=clamped is None)
+        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, "mxfp4", 32, first, clamped)))
+    own.finish(own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6))
+    prompts = [[token] for token in range(5)]
+    together = compiled(own).step(step_of(prompts), True).logits
+    for prompt, expected in zip(prompts, together):
+        np.testing.assert_array_equal(compiled(own).step(step_of([prompt]), True).logits[0], expected)
+
+
 @pytest.mark.parametrize("experts, top, width, inner, first, count, heads, kv, dim", [
     (3, 2, 64, 40, 0, 3, 2, 1, 16), (33, 8, 96, 48, 0, 33, 3, 1, 16), (40, 12, 200, 72, 0, 40, 5, 1, 24),
     (64, 32, 96, 16, 0, 64, 4, 2, 64), (128, 6, 1028, 130, 0, 128, 6, 2, 64), (10, 4, 96, 48, 3, 5, 4, 4, 64),

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}
 PARTS = ((0, 1), (3, 1), (7, 2), (0, 3), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (1, 61), (20, 65),
          (100, 128), (11, 190), (0, 301))  # first row, and how many
-KERNELS = [("any", 0), *(("mma", rows) for rows in (8, 16, 32, 64)), *(("any", rows) for rows in (8, 16, 32, 64, 128))]
+KERNELS = [("any", 0), *(("mma", rows) for rows in (8, 16, 32, 64)),
+           *(("any", rows) for rows in (8, 16, 32, 48, 64, 128))]
 
 
 @pytest.fixture(autouse=True)

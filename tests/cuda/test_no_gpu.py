@@ -339,6 +339,8 @@ def test_which_kernels_serve_experts_and_attention():
     assert kernels(cuda.expert_kernels(hopper, 768, 2048, "bfloat16", experts=128)) == [
         "mma, tiles of 8", "mma, tiles of 16", "mma, tiles of 32", "prefill, tiles of 64", "prefill, tiles of 128"]
     assert kernels(cuda.expert_kernels(hopper, 768, 2048, "int4", 64, experts=128))[-1] == "mma, tiles of 64"
+    assert kernels(cuda.expert_kernels(hopper, 5760, 2880, "mxfp4", 32, experts=32)) == [
+        f"prefill, tiles of {rows}" for rows in (8, 16, 32, 48, 64, 128)]
     eight = cuda.expert_kernels(hopper, 768, 2048, "float8", 128, experts=128)
     assert [(row["last"], row["kernel"]) for row in eight[-2:]] == [
         (97 * 128 - 1, "prefill, tiles of 64"), (None, "prefill, tiles of 128")]

@@ -40,13 +40,19 @@ def routed(own: Toy, x: int, experts: int, top: int, weights=(), spread: float =
     return rows, own.op("router", (logits,), 1, weights, rows, top_k=top, **router)
 
 
-def mlp(own: Toy, x: int, rows: int, scores: int, experts: int, inner: int, form="float32", group=0, first=0) -> int:
-    """Gate and up, silu_mul, down and the weighted sum, for `experts` experts from `first` on."""
+def mlp(own: Toy, x: int, rows: int, scores: int, experts: int, inner: int, form="float32", group=0, first=0,
+        clamped: dict | None = None) -> int:
+    """Gate and up, silu_mul, down and the weighted sum, for `experts` experts from `first` on. clamped: the attributes
+    of clamped_silu_mul, which then takes silu_mul's place, between products with biases.
+    """
     width, own_part = own.program.tensors[x][0], {"experts": experts, "expert_begin": first}
-    both = own.op("expert_linear", (x,), 2 * inner, (stack(own, experts, 2 * inner, width, form, group),), rows,
-                  **own_part)
-    y = own.op("expert_linear", (own.op("silu_mul", (both,), inner),), width,
-               (stack(own, experts, width, inner, form, group),), **own_part)
+
+    def weights(n: int, k: int) -> tuple[int, ...]:
+        return stack(own, experts, n, k, form, group), *((own.vector(experts * n),) if clamped else ())
+
+    both = own.op("expert_linear", (x,), 2 * inner, weights(2 * inner, width), rows, **own_part)
+    gated = own.op("clamped_silu_mul" if clamped else "silu_mul", (both,), inner, **clamped or {})
+    y = own.op("expert_linear", (gated,), width, weights(width, inner), **own_part)
     return own.op("combine_experts", (y, scores), width, rows=ALL)
 
 

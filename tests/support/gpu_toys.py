@@ -38,7 +38,10 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
             assert found.add_vector(values) == handle
             continue
         assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
-        assert found.fill_matrix(handle, values, "F32") == np.count_nonzero(~np.isfinite(values))
+        if form == "mxfp4":
+            assert found.fill_mx(handle, *mx_of(values)) == 0
+        else:
+            assert found.fill_matrix(handle, values, "F32") == np.count_nonzero(~np.isfinite(values))
         own.weights[handle] = found.read_rows(handle)
         given[handle] = values, own.weights[handle]
     for kind, window in own.cache_groups:
@@ -53,6 +56,16 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
                    span_size=16, num_spans=max(256 if long else 64, 8 * slots), cache_dtype=cache, max_outputs=outputs,
                    masks=masks, graphs=graphs, **more)
     return found
+
+
+def mx_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows in MXFP4 as a checkpoint has them: two values a byte [rows, columns / 2], scales [rows, columns / 32]."""
+    groups = values.reshape(len(values), -1, 32)
+    exponents = np.clip(np.ceil(np.log2(np.maximum(np.abs(groups).max(2), 1e-30) / 6)), -100, 1)
+    sizes = np.abs(groups) / 2.0 ** exponents[..., None]
+    codes = np.abs(sizes[..., None] - [0, 0.5, 1, 1.5, 2, 3, 4, 6]).argmin(3).astype(np.uint8)
+    codes = (codes | (groups < 0) * np.uint8(8)).reshape(values.shape)
+    return codes[:, ::2] | codes[:, 1::2] << 4, (exponents + 127).astype(np.uint8)
 
 
 def warmed(gpu, count: int = 3):

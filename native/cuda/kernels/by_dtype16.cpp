@@ -133,6 +133,9 @@ void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue)
 void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
   AS_CALL(e.gemm.w.dtype, combine_row, e, row, c, queue);
 }
+void gemm_chosen_experts(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
+  AS_CALL(e.gemm.w.dtype, gemm_chosen_experts, e, row, queue);
+}
 
 void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, const Rows& out, int rows, const Queue& queue) {
   AS_CALL(out.dtype, gated_rms_norm, x, gate, norm, out, rows, queue);

@@ -54,6 +54,7 @@ namespace as::cuda {
   AS_OP(norm_and_logits);        \
   AS_OP(gate_row);               \
   AS_OP(combine_row);            \
+  AS_OP(gemm_chosen_experts);    \
   AS_OP(gated_rms_norm);         \
   AS_OP(relu_square);            \
   AS_OP(sigmoid_gate);           \

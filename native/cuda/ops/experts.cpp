@@ -53,8 +53,9 @@ int bind_expert_linear(Binding& b, size_t i) {
   if (converts) p.x = {nullptr, b.workspace.tiles.as<uint16_t>(), x.rows.width, b.workspace.dtype};
   e.follows = i > 1 && b.ops[i - 2].is(Op::expert_linear) && is_gated(b.ops, b.weights, i - 2) &&
               b.out(b.ops[i - 2]).row_set == y.row_set && b.ops[i - 1].outputs[0] == op.inputs[0] && !converts;
+  const bool mx = p.w.kind == Kind::mxfp4;  // only its first products differ for a single row
   Combination c;
-  if (size_t last; row && !gated) {
+  if (size_t last; row && !mx && !gated) {
     c = combination_at(b, i + 1, last);
     for (size_t op = i + 1; op <= last; op++) b.also.push_back(op);
   }
@@ -62,7 +63,9 @@ int bind_expert_linear(Binding& b, size_t i) {
   b.launches.push_back([=, &table, ws = &b.workspace, queue = b.queue](const Binding::Size& size) mutable {
     const int rows = ws->rows_of(x.row_set, size), entries = ws->rows_of(y.row_set, size);
     if (!rows) return;
-    if (row && entries == e.routing.top) return gated ? gate_row(e, *row, queue) : combine_row(e, *row, c, queue);
+    if (row && entries == e.routing.top && gated && mx) return gemm_chosen_experts(e, *row, queue);
+    if (row && entries == e.routing.top && !mx)
+      return gated ? gate_row(e, *row, queue) : combine_row(e, *row, c, queue);
     if (converts) to_tiles(x.values(), rows, e.gemm.x, queue);
     if (e.gemm.w.takes_bytes()) e.x_rows = rows, quantize_activations(e.gemm, rows, queue);
     const ExpertChoice choice = table.at(entries);
@@ -114,7 +117,8 @@ int bind_combine_experts(Binding& b, size_t i) {
   const Tensor x = b.in(b.ops[i]);
   size_t last;
   const Combination c = combination_at(b, i, last);
-  const bool row = b.routed.at(x.row_set).row.has_value();
+  // Whether combine_row() has computed the sum of a single row.
+  const bool row = b.routed.at(x.row_set).row && b.workspace.expert_rows.at(x.row_set).kind != Kind::mxfp4;
   if (last == i && is_summed_later(b, i)) {
     b.unsummed = Binding::Unsummed{c, row, i};
     return 0;

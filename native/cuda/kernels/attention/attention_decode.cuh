@@ -44,8 +44,8 @@ __device__ inline float widened(uint32_t quants, int i, float scale, float minim
   }
 }
 
-// The computing warps' state for a KV split. kLean: uses few registers; tiles have only one KV split.
-template <int kDim, CacheType kType, bool kLean>
+// The computing warps' state for a KV split. kLean: tiles have only one KV split. kPairs: uses few registers.
+template <int kDim, CacheType kType, bool kLean, bool kPairs>
 class Attender {
  public:
   // own_keys, own_values: shared memory for the own rows (Extent).
@@ -70,7 +70,7 @@ class Attender {
     const int items = rows.count + (own ? rows.tile.before + rows.tile.count : 0);
 #pragma unroll 1
     for (int item = warp_; item < items; item += kConsumers) {
-      if (!kLean && item < rows.count) {  // a separate path is faster but needs more registers
+      if (!kPairs && item < rows.count) {  // a separate path is faster but needs more registers
         if (!rows.has(item, kv_head)) continue;
         const int row = rows.row(item);
         RopeHead<kDim> head;
@@ -79,7 +79,7 @@ class Attender {
         head.write(queries_ + item * S::kStride);
         continue;
       }
-      const bool query = kLean && item < rows.count;
+      const bool query = kPairs && item < rows.count;
       const int i = query ? item : item - rows.count, at = start + i, split = at / kKvSplitTokens;
       if (query ? !rows.has(i, kv_head) : split < splits.split() || split > splits.last_own()) continue;
       const int row = query ? rows.row(i) : rows.tile.row - rows.tile.before + i;
@@ -114,7 +114,7 @@ class Attender {
       }
     }
     consumers_meet();
-    if (!kLean) {
+    if (!kPairs) {
 #pragma unroll
       for (int s = 0; s < kSteps; s++) load_query(query_[s], s);
     }
@@ -159,7 +159,7 @@ class Attender {
         }
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
-          if (kLean) load_query(query_[s], s);
+          if (kPairs) load_query(query_[s], s);
 #pragma unroll
           for (int t = 0; t < 4; t++) {
             uint32_t k[2];
@@ -182,7 +182,7 @@ class Attender {
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
 #pragma unroll
         for (int s = 0; s < kSteps; s++) {
-          if (kLean) load_query(query_[s], s);
+          if (kPairs) load_query(query_[s], s);
 #pragma unroll
           for (int j = 0; j < 2; j++) {
             uint32_t k[4];
@@ -264,7 +264,7 @@ class Attender {
       for (int i = 0; i < 4; i++) out_[v][i] = 0;
     sum_[0] = sum_[1] = 0;
     place.advance(extent.blocks, stages_);
-#pragma unroll(kLean ? 1 : kBlocks)
+#pragma unroll(kPairs ? 1 : kBlocks)
     for (int b = 0; b < kBlocks; b++) {
       if (b >= extent.blocks) break;
 #pragma unroll
@@ -451,9 +451,10 @@ class Attender {
 };
 
 // own: the kernel also stores the tiles' rows in the cache, as store_cache() does. rotates: with RoPE. has_splits:
-// tiles may have several KV splits (not with kLean). own_rows: most own rows of a tile, if own.
-template <int kDim, CacheType kType, bool kLean>
-__global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
+// tiles may have several KV splits (not with kLean). own_rows: most own rows of a tile, if own. kPairs: two CTAs run on
+// an SM, so that one computes while the other waits; heads of few features leave registers for that.
+template <int kDim, CacheType kType, bool kLean, bool kPairs = kLean>
+__global__ void __launch_bounds__(threads(kPairs), kPairs ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
                          bool own, bool rotates, const __grid_constant__ Rope rope, int own_rows, int stages) {
   using S = Shape<kDim, kType>;
@@ -467,8 +468,8 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
   // One thread of each warp: in a single warp the threads ran in turn, which took half a microsecond for 24 barriers.
-  for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += threads(kLean) / 32)
-    init_barrier(full + 8 * stage, 32 * producers(kLean)), init_barrier(empty + 8 * stage, kConsumers);
+  for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += threads(kPairs) / 32)
+    init_barrier(full + 8 * stage, 32 * producers(kPairs)), init_barrier(empty + 8 * stage, kConsumers);
   // No wait yet: tiles, tables and earlier positions in the cache were written before the step's first kernel.
   Begin begin = share_out_tiles(a, count);
   if (several && threadIdx.x < 32) {
@@ -480,9 +481,9 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   KvSplits splits(a, tiles, several, begin);
   if (!splits.left()) return;
   if (threadIdx.x >= 32 * kConsumers)
-    return copy_splits<kDim, kType, producers(kLean)>(a, splits, own, full, empty, ring, stages);
+    return copy_splits<kDim, kType, producers(kPairs)>(a, splits, own, full, empty, ring, stages);
 
-  Attender<kDim, kType, kLean> attender(a, shared, queries, own_keys, own_values, ring, stages);
+  Attender<kDim, kType, kLean, kPairs> attender(a, shared, queries, own_keys, own_values, ring, stages);
   await_previous();
   PipelineStage place;
   bool begins = true, merges = false;
@@ -525,6 +526,8 @@ __global__ void __launch_bounds__(threads(kLean), kLean ? 2 : 1)
   if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
+constexpr int kPairedDim = 64;  // most features of heads of which two CTAs with several KV splits run on an SM
+
 // The ring has a stage for each block of a KV split's keys (decode_plan.h). So a waiting warp cannot confuse its block
 // with the previous block in the same stage.
 template <int kDim, CacheType kType>
@@ -540,9 +543,12 @@ void start_decode(const Attention& a, const AttentionTile* tiles, int count, boo
           rope ? *rope : Rope(), rows, stages);
   };
   if constexpr (kDim <= 128) {  // a CTA needs a stage for each block of a KV split's keys
-    if (!several && all > there && half >= kBlocks * S::kTensor)
-      return launch(attend_decode_kernel<kDim, kType, true>, threads(true), 2 * there,
-                    std::min(half / S::kTensor, kMaxStages));
+    const int stages = std::min(half / S::kTensor, kMaxStages);
+    if (stages >= kBlocks && !several && all > there)
+      return launch(attend_decode_kernel<kDim, kType, true>, threads(true), 2 * there, stages);
+    if constexpr (kDim <= kPairedDim)  // with fewer tiles CTAs have few KV splits each, which are merged
+      if (stages >= kBlocks && several && count * a.cache.kv_heads > there)
+        return launch(attend_decode_kernel<kDim, kType, false, true>, threads(true), 2 * there, stages);
   }
   const int wanted = several || all > there ? kMaxStages : kShortStages;
   const int stages = std::min((max_shared() - fixed) / S::kTensor, wanted);

@@ -10,9 +10,9 @@ namespace decode {
 constexpr int kTokens = 64,
               kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of a KV split's keys, and as many of its values
 constexpr int kConsumers = 8;                      // warps that compute
-// Copying warps, and all threads of a CTA. lean: for the kernel that runs two CTAs on an SM.
-__host__ __device__ constexpr int producers(bool lean) { return lean ? 2 : 4; }
-__host__ __device__ constexpr int threads(bool lean) { return 32 * (kConsumers + producers(lean)); }
+// Copying warps, and all threads of a CTA. pairs: two CTAs run on an SM.
+__host__ __device__ constexpr int producers(bool pairs) { return pairs ? 2 : 4; }
+__host__ __device__ constexpr int threads(bool pairs) { return 32 * (kConsumers + producers(pairs)); }
 constexpr int kReserved = 1 << 10;  // bytes of a CTA's shared memory that the system reserves
 constexpr int kShortStages = 6, kMaxStages = 24;
 

@@ -72,15 +72,17 @@ AS_BOTH constexpr int mx_scale(int row, int column) {
   return kTileRows * kBlock / 2 + row % 8 * 4 + row % kTileRows / 8 * 2 + column % kBlock / kMxGroup;
 }
 // A word of e2m1 values: pair j = column % 32 / 8 has its even column in the lower half, the odd one in the upper half.
-// mx_sign(), mx_size(): the bit of a pair's sign, and the lowest of the other three. mx_bits() returns the bits of a
-// half, mx_value() is its inverse.
-AS_BOTH constexpr int mx_sign(int pair) { return pair == 0 ? 15 : pair == 1 ? 11 : pair == 2 ? 9 : 10; }
-AS_BOTH constexpr int mx_size(int pair) { return pair == 3 ? 12 : 6 - 3 * pair; }
+// mx_bits() returns the bits of a half, mx_value() is its inverse. mx_sign(), mx_size(): the bit of a pair's sign, and
+// the lowest of the other three, which are adjacent but for the last pair's.
+AS_BOTH constexpr int mx_sign(int pair) { return pair == 3 ? 13 : 15 - 3 * pair; }
+AS_BOTH constexpr int mx_size(int pair) { return 6 - 3 * pair; }
 AS_BOTH constexpr uint32_t mx_bits(int pair, uint32_t value) {
-  return (value >> 3) << mx_sign(pair) | (value & 7) << mx_size(pair);
+  const uint32_t sign = (value >> 3) << mx_sign(pair);
+  return pair == 3 ? sign | (value >> 1 & 3) << 10 | (value & 1) << 14 : sign | (value & 7) << mx_size(pair);
 }
 AS_BOTH constexpr uint32_t mx_value(int pair, uint32_t half) {
-  return (half >> mx_size(pair) & 7) | (half >> mx_sign(pair) & 1) << 3;
+  const uint32_t sign = (half >> mx_sign(pair) & 1) << 3;
+  return pair == 3 ? sign | (half >> 10 & 3) << 1 | (half >> 14 & 1) : sign | (half >> mx_size(pair) & 7);
 }
 
 // The word of a value, and its lowest bit there. column_blocks: block columns of the matrix.

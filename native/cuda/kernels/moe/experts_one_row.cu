@@ -9,8 +9,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/gemm/gemm_small_n.cuh"
-#include "cuda/kernels/moe/gemm_experts.cuh"
-#include "cuda/kernels/moe/routing.cuh"
+#include "cuda/kernels/moe/one_row.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -46,36 +45,6 @@ __global__ void __launch_bounds__(kNormThreads)
   multiply_rows<1, 1, kWhole>(row, 1, weights, width, dot);
   if (threadIdx.x == 0) logits.y.values[expert] = logits.bias ? __fadd_rn(dot[0][0], logits.bias[expert]) : dot[0][0];
 }
-
-// The row's experts that this rank has, in ascending order.
-struct Chosen {
-  int count;
-  int experts[kMaxTop];
-  float shares[kMaxTop];
-};
-
-// Chooses the row's experts, for a CTA, by its first warp: it is faster alone, with all logits in registers, than all
-// warps together. scratch: as for route_row().
-__device__ void choose(const ChosenRow& row, const Routing& r, float* scratch, Chosen& chosen) {
-  __shared__ int all[kMaxTop];
-  __shared__ float shares[kMaxTop];
-  if (threadIdx.x < 32) {
-    route_row(row.logits, row.router, r.top, !row.where || __ldcg(row.where) >= 0, scratch, all, shares);
-    __syncwarp();
-    const int lane = threadIdx.x, expert = lane < r.top ? all[lane] - r.begin : -1;
-    const bool own = expert >= 0 && expert < r.end - r.begin;
-    const uint32_t owned = __ballot_sync(0xffffffffu, own);
-    const int place = __popc(owned & ((1u << lane) - 1));
-    if (own) chosen.experts[place] = expert, chosen.shares[place] = shares[lane];
-    if (lane == 0) chosen.count = __popc(owned);
-  }
-  __syncthreads();
-}
-
-// 16 columns of the weights of one of the chosen experts.
-struct Item {
-  int entry, tile;
-};
 
 // Bytes of a stage: a block of K of 16 columns and of the row.
 template <typename S>
@@ -189,18 +158,16 @@ __global__ void __launch_bounds__(32 * kGateWarps)
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
   const GemmArgs& p = e.gemm;
+  const bool there = is_there(row);
   await_previous();
   let_next_begin();  // it finds the logits, too, and chooses its experts while these weights stream
-  choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
+  choose(row, there, e.routing, reinterpret_cast<float*>(shared), chosen);
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kGateWarps,
             items = max(chosen.count * tiles - first + step - 1, 0) / step;
   const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
   stream.begin();
-  if (blockIdx.x == 0 && threadIdx.x < kMaxTop) {  // so that readers of the routing find the experts
-    if (lane < chosen.count) e.routing.tiles[lane] = {chosen.experts[lane], lane, 1};
-    if (lane == 0) *e.routing.tile_count = chosen.count;
-  }
+  if (blockIdx.x == 0) list_chosen(e.routing, chosen);
   for (int i = 0; i < items; i++) {
     float d[4];
     stream.multiply(d);
@@ -222,7 +189,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
   __shared__ float made[(kMaxTop > kWarps ? kMaxTop : kWarps) * kTileRows];  // [tile][entry][column]
-  choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
+  choose(row, is_there(row), e.routing, reinterpret_cast<float*>(shared), chosen);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = e.routing.top, own = warp / each,
             entry = warp % each, per = own < at_once ? max(chosen.count - entry + each - 1, 0) / each : 0;
   const int first = blockIdx.x * at_once + own, step = gridDim.x * at_once,

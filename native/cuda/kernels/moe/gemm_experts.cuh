@@ -8,7 +8,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// wgmma, capability 9.0; tile_rows: 64 or 128, of MXFP4 also 8, 16 and 32, then by mma.sync.
+// wgmma, capability 9.0; tile_rows: 64 or 128, of MXFP4 also 48, and 8, 16 and 32 by mma.sync.
 void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue);
 
 // Most work items that there can be, with `columns` items for each tile of entries.
@@ -23,10 +23,12 @@ __device__ inline ExpertTile tile_at(const Routing& r, int i) {
   return {found.x, found.y, found.z};
 }
 
-// Offset into the tiles of x of a chunk in the first block of a tile's row; -1: there is no such row.
+// Offset into the tiles of x of a chunk in the first block of a tile's row; -1: there is no such row. kOne: the step
+// has one row, of which no list says to which entries it belongs.
+template <bool kOne = false>
 __device__ inline int row_offset(const ExpertGemmArgs& e, const ExpertTile& tile, int slot, int chunk, int blocks) {
   if (slot >= tile.count) return -1;
-  const int entry = tile.first + slot, row = e.gathers ? __ldcg(e.routing.row_of + entry) : entry;
+  const int entry = tile.first + slot, row = !e.gathers ? entry : kOne ? 0 : __ldcg(e.routing.row_of + entry);
   return row / kBlock * blocks * kBlockBytes + chunk_offset(row % kBlock, chunk);
 }
 

@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       if (last && S::kForm != Form::float_groups) bring(S::kOfRows - 1, p.bytes.scales);
     };
-    copy_stages<S>(full, empty, r, items, columns, stages_of_k, e.follows, ask, rows_of, copy);
+    copy_stages<S>(
+        full, empty, [&](int i) { return tile_at(r, i); }, items, columns, stages_of_k, e.follows, ask, rows_of, copy);
   } else {
     if constexpr (S::kTrades) asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
     Pipeline<kStages> ring;

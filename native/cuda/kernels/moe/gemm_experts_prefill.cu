@@ -10,14 +10,17 @@
 
 #include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/moe/copy_stages.cuh"
+#include "cuda/kernels/moe/one_row.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace {
 
-// kRows: entries of a tile; kGroups: warpgroups that multiply. kMx: weights in MXFP4.
-template <int kRows_, int kGroups_, bool kMx_ = false>
+// kRows: entries of a tile; kGroups: warpgroups that multiply. kMx: weights in MXFP4. kChooses: the step has one row,
+// every CTA chooses its experts itself, and one lists them.
+template <int kRows_, int kGroups_, bool kMx_ = false, bool kChooses_ = false>
 struct Shape {
+  static constexpr bool kChooses = kChooses_;
   static constexpr int kRows = kRows_, kGroups = kGroups_, kCopiers = 128, kThreads = kCopiers + 128 * kGroups;
   static constexpr bool kMx = kMx_, kFew = kMx && kRows <= 32;
   // Blocks of K of a stage; bytes of the weights of a block and of a warpgroup's share of a stage.
@@ -36,8 +39,7 @@ struct Shape {
                        kPlaces = kCopies > kDepth ? kRows / kAround : 1;
   // Arrivals at an empty stage of a warpgroup: with MXFP4 each warp itself has read its weights.
   static constexpr int kEnds = kMx ? 4 : 1;
-  static constexpr int kLag = kMx ? 2 : 0;  // see copy_stages()
-  static_assert(kLag < kStages);
+  static constexpr int kLag = 0;  // see copy_stages()
 };
 
 // Products of a warp's 16 columns in MXFP4 and few rows, from a stage. A sum is one chain of products.
@@ -51,16 +53,18 @@ class FewRows {
     // Keeps these in registers: the compiler would compute them again for every stage.
     asm volatile("" : "+r"(values_), "+r"(scales_), "+r"(x_[0]), "+r"(x_[1]));
   }
-  // d += the first `there` blocks of K of a stage at this address. A block's values are read before the products of the
-  // block before it.
+  // d += the first `there` blocks of K of a stage at this address. A whole stage has no branches, so that the compiler
+  // reads a block's values, and recovers its weights, during the products of the blocks before it.
   __device__ __forceinline__ void multiply(uint32_t stage, int there, float (&d)[S::kRows / 2]) const {
-    MxQuants next = read(stage, 0);
+    if (there == S::kDepth) {
+      MxQuants quants[S::kDepth];
 #pragma unroll
-    for (int j = 0; j < S::kDepth; j++) {
-      const MxQuants quants = next;
-      if (j + 1 < S::kDepth) next = read(stage, j + 1);
-      multiply(stage + j * S::kRowsBytes, quants, d);
-      if (j + 1 == there) break;
+      for (int j = 0; j < S::kDepth; j++) quants[j] = read(stage, j);
+#pragma unroll
+      for (int j = 0; j < S::kDepth; j++) multiply(stage + j * S::kRowsBytes, quants[j], d);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < there; j++) multiply(stage + j * S::kRowsBytes, read(stage, j), d);
     }
   }
 
@@ -89,7 +93,8 @@ class FewRows {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    gemm_experts_prefill_kernel(const __grid_constant__ ExpertGemmArgs e, int columns, int blocks) {
+    gemm_experts_prefill_kernel(const __grid_constant__ ExpertGemmArgs e, const __grid_constant__ ChosenRow row,
+                                int columns, int blocks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
@@ -107,9 +112,28 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   // After such a GEMM the lists are there, and MXFP4, of which a step reads much, is copied before the rows are
   // written.
   const bool early = S::kMx && e.follows;
+  bool there = true;
+  if constexpr (S::kChooses) there = is_there(row);
   if (!early) await_previous();
-  let_next_begin();  // only here, so that the next kernel finds the lists that this kernel waited for
-  const int items = __ldcg(r.tile_count) * columns, column_blocks = blocks_of(p.w.n);
+  __shared__ std::conditional_t<S::kChooses, Chosen, char> chosen;
+  if constexpr (S::kChooses) {
+    __shared__ float scratch[2 * kMaxExperts];
+    choose(row, there, r, scratch, chosen);
+    if (blockIdx.x == 0) {
+      list_chosen(r, chosen);
+      __threadfence();
+      __syncthreads();
+    }
+  }
+  let_next_begin();  // only here, so that the next kernel finds the lists that this kernel waited for, or wrote
+  const auto tile_of = [&](int i) -> ExpertTile {
+    if constexpr (S::kChooses) return {chosen.experts[i], i, 1};
+    else return tile_at(r, i);
+  };
+  int tiles;
+  if constexpr (S::kChooses) tiles = chosen.count;
+  else tiles = __ldcg(r.tile_count);
+  const int items = tiles * columns, column_blocks = blocks_of(p.w.n);
   const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128,
             stages_of_k = (blocks + S::kDepth - 1) / S::kDepth;
   if (group < 0) {
@@ -136,7 +160,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       Places rows;
 #pragma unroll
       for (int i = 0; i < S::kPlaces; i++)
-        rows.offsets[i] = row_offset(e, tile, (thread / 8 + i * kAround) % kRows, chunk, blocks);
+        rows.offsets[i] = row_offset<S::kChooses>(e, tile, (thread / 8 + i * kAround) % kRows, chunk, blocks);
       return rows;
     };
     const auto copy = [&](const Places& rows, int b, int stage) {
@@ -149,13 +173,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                 x + max(from, 0) + (size_t)min(block, blocks - 1) * kBlockBytes, from >= 0 && block < blocks);
       }
     };
-    copy_stages<S>(full, empty, r, items, columns, stages_of_k, early, ask, rows_of, copy);
+    copy_stages<S>(full, empty, tile_of, items, columns, stages_of_k, early, ask, rows_of, copy);
   } else {
     Pipeline<kStages> ring;
     float d[kRows / 2];
+    uint32_t weights[S::kFew ? 1 : S::kDepth][4][4];  // of blocks of K in MXFP4: recovered while others multiply
     const std::conditional_t<S::kFew, FewRows<S>, int> few(group);
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const ExpertTile tile = tile_at(r, item / columns);  // read early for the epilogue
+      const ExpertTile tile = tile_of(item / columns);  // read early for the epilogue
       int last = 0;
       const bool ends = thread % (128 / S::kEnds) == 0;
       if constexpr (S::kFew) {
@@ -173,20 +198,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             if (ends) barrier_arrive(&empty[ring.stage]);
           } else {
             const char* tiles = shared + (own - stages) + thread / 32 * kMxTileBytes;
+            fence_for_wgmma();
 #pragma unroll
             for (int j = 0; j < S::kDepth; j++) {
               MxQuants quants;
               quants.load(tiles + j * S::kWeightBlock);
               if (b * S::kDepth + j >= blocks) quants.scales = 0;  // the rows are zero there, too
-              wait_wgmma<0>();  // the previous product reads its weights from registers
-              if (j == 0 && b > 0 && ends) barrier_arrive(&empty[last]);
-              uint32_t a[4][4];
+              wait_wgmma<1>();  // the product before the previous one reads its weights from the same registers
+              if (j == 1 && b > 0 && ends) barrier_arrive(&empty[last]);
 #pragma unroll
-              for (int step = 0; step < 4; step++) quants.fragment(step, a[step]);
+              for (int step = 0; step < 4; step++) quants.fragment(step, weights[j][step]);
               begin_wgmma();
 #pragma unroll
               for (int step = 0; step < 4; step++)
-                RegisterTile<kRows>::multiply(d, a[step], descriptor(theirs + j * S::kRowsBytes + step * kStepBytes),
+                RegisterTile<kRows>::multiply(d, weights[j][step],
+                                              descriptor(theirs + j * S::kRowsBytes + step * kStepBytes),
                                               step > 0 || j > 0 || b > 0);
               commit_wgmma();
             }
@@ -217,25 +243,30 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-void start_prefill(const ExpertGemmArgs& p, int entries, const Queue& queue) {
+void start_prefill(const ExpertGemmArgs& p, int entries, const Queue& queue, const ChosenRow& row = {}) {
   const int columns = ceil_div(blocks_of(p.gemm.w.n), S::kGroups);
   const int grid = std::min(max_items(p, entries, S::kRows, columns), sm_count());
-  start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, columns, blocks_of(p.gemm.w.k));
+  start(queue, gemm_experts_prefill_kernel<S>, grid, S::kThreads, S::kShared, p, row, columns, blocks_of(p.gemm.w.k));
+}
+
+// With few tiles, few columns each keep more SMs busy: the warpgroups that multiply in a CTA.
+int groups_of(const ExpertGemmArgs& p, int entries) {
+  for (int groups : {2, 3})
+    if (max_items(p, entries, 8, ceil_div(blocks_of(p.gemm.w.n), groups)) <= sm_count()) return groups;
+  return 4;
 }
 
 template <bool kAll = kAllFormats>
 void start_tile(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
   if constexpr (kAll) {
     if (p.gemm.w.kind == Kind::mxfp4) {
-      // With few tiles, few columns each keep more SMs busy.
-      const auto fits = [&](int groups) {
-        return max_items(p, entries, 8, ceil_div(blocks_of(p.gemm.w.n), groups)) <= sm_count();
-      };
-      if (tile_rows <= 8 && fits(2)) start_prefill<Shape<8, 2, true>>(p, entries, queue);
-      else if (tile_rows <= 8 && fits(3)) start_prefill<Shape<8, 3, true>>(p, entries, queue);
-      else if (tile_rows <= 8) start_prefill<Shape<8, 4, true>>(p, entries, queue);
+      const int groups = tile_rows <= 8 ? groups_of(p, entries) : 0;
+      if (groups == 2) start_prefill<Shape<8, 2, true>>(p, entries, queue);
+      else if (groups == 3) start_prefill<Shape<8, 3, true>>(p, entries, queue);
+      else if (groups == 4) start_prefill<Shape<8, 4, true>>(p, entries, queue);
       else if (tile_rows <= 16) start_prefill<Shape<16, 4, true>>(p, entries, queue);
       else if (tile_rows <= 32) start_prefill<Shape<32, 4, true>>(p, entries, queue);
+      else if (tile_rows <= 48) start_prefill<Shape<48, 4, true>>(p, entries, queue);
       else if (tile_rows <= 64) start_prefill<Shape<64, 3, true>>(p, entries, queue);
       else start_prefill<Shape<128, 3, true>>(p, entries, queue);
       return;
@@ -246,6 +277,15 @@ void start_tile(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue
 }
 
 }  // namespace
+
+void gemm_chosen_experts(const ExpertGemmArgs& p, const ChosenRow& row, const Queue& queue) {
+  if constexpr (kAllFormats) {
+    const int entries = p.routing.top, groups = groups_of(p, entries);
+    if (groups == 2) start_prefill<Shape<8, 2, true, true>>(p, entries, queue, row);
+    else if (groups == 3) start_prefill<Shape<8, 3, true, true>>(p, entries, queue, row);
+    else start_prefill<Shape<8, 4, true, true>>(p, entries, queue, row);
+  }
+}
 
 void gemm_experts_prefill(const ExpertGemmArgs& p, int entries, int tile_rows, const Queue& queue) {
   start_tile(p, entries, tile_rows, queue);

@@ -108,6 +108,9 @@ struct ChosenRow {
 // without its norm; it must follow gate_row() on the stream.
 void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue);
 void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue);
+// The first half of it in MXFP4, on Hopper: the gated GEMM of the chosen experts, which also writes the lists that
+// gemm_experts() and combine_experts() read behind it.
+void gemm_chosen_experts(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue);
 
 // x [rows, width] *= sigmoid(gate [rows])
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);

@@ -206,7 +206,8 @@ __device__ inline void route_row(const float* logits, const Router& router, int 
   } else if (router.top_groups < router.groups || experts > 512) {
     route_row_in_memory(logits, router, top, scratch, reinterpret_cast<uint32_t*>(keys), chosen, shares);
   } else if (!router.sigmoid && !router.correction && router.normalized) {
-    if (experts <= 256) route_row_in_registers<8, true>(logits, router, top, scratch, keys, chosen, shares);
+    if (experts <= 32) route_row_in_registers<1, true>(logits, router, top, scratch, keys, chosen, shares);
+    else if (experts <= 256) route_row_in_registers<8, true>(logits, router, top, scratch, keys, chosen, shares);
     else route_row_in_registers<16, true>(logits, router, top, scratch, keys, chosen, shares);
   } else if (experts <= 256) {
     route_row_in_registers<8, false>(logits, router, top, scratch, keys, chosen, shares);

@@ -113,14 +113,14 @@ struct Affine {
 // times larger. A value's three lower bits, as the lowest exponent bits and the highest fraction bit of a bfloat16, are
 // that value times 2^-126 (0.5 becomes a subnormal number, 0 stays 0), and the sign is a bfloat16's. So one
 // multiplication makes the value; nothing is rounded if the scale has up to six significant bits. Bits are placed so
-// that most pairs of a word come from it by a shift and a mask, and shifts are to the left: those are multiplications,
-// which other units than those of logic compute.
+// that three of a word's four pairs come from it by a shift and a mask. Of the last one, whose bits lie apart, one
+// multiplication makes three copies, of which no two meet, and each has some bits in place. Instructions of all units
+// count alike here.
 __device__ __forceinline__ void e2m1_pairs(uint32_t word, bool second, __nv_bfloat162 scale, uint32_t& low,
                                            uint32_t& high) {
-  constexpr uint32_t kMask = 0x81c081c0u, kSize = 0x01c001c0u, kSign = 0x80008000u;
+  constexpr uint32_t kMask = 0x81c081c0u, kLastPair = 0x006c006cu, kPlaces = 1 << 0 | 1 << 5 | 1 << 10;
   const uint32_t first_pair = (second ? word << 6 : word) & kMask;
-  const uint32_t other_pair =
-      second ? masked(word << 5, kSign, word >> 6 & kSize) : masked(word << 4, kSign, word << 3 & kSize);
+  const uint32_t other_pair = (second ? (word >> 8 & kLastPair) * kPlaces : word << 3) & kMask;
   low = bits_of(__hmul2(pair_of(first_pair), scale)), high = bits_of(__hmul2(pair_of(other_pair), scale));
 }
 
@@ -185,10 +185,11 @@ struct MxQuants {
   // As LaneQuants::fragment().
   __device__ __forceinline__ void fragment(int step, uint32_t (&a)[4]) const {
     const uint32_t words[2] = {step / 2 ? loaded.z : loaded.x, step / 2 ? loaded.w : loaded.y};
+    // The bytes of both rows become exponents of bfloat16.
+    const __nv_bfloat162 both = pair_of((step / 2 ? scales >> 1 : scales << 7) & 0x7f807f80u);
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-      // The byte becomes the exponent of a bfloat16, twice.
-      const __nv_bfloat162 scale = pair_of(__byte_perm(scales, 0, 0x4440 | (below * 2 + step / 2)) * 0x00800080u);
+      const __nv_bfloat162 scale = below ? __high2bfloat162(both) : __low2bfloat162(both);
       e2m1_pairs(words[below], step % 2, scale, a[below], a[2 + below]);
     }
   }
