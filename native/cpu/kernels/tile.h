@@ -38,8 +38,8 @@ AS_INLINE int block_rows(int m) {
 AS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Prefetches a line of weights that are read once, ahead of w. With one or two rows, where memory is the bottleneck, it
-// is `Far` bytes ahead, into the second level. With more rows, products would wait for the second level (4-bit weights at
-// 8 rows ran at 0.8 of the speed), so the line comes from memory into the second level first and from there into the
+// is `Far` bytes ahead, into the second level. With more rows, products would wait for the second level (4-bit weights
+// at 8 rows ran at 0.8 of the speed), so the line comes from memory into the second level first and from there into the
 // first. (Straight into the first it would have to be far ahead, which occupies the miss buffers, or it comes too late:
 // 2 KB ahead are 70 ns of products with 8 rows.)
 constexpr int kFarAhead = 8192, kNearAhead = 512;  // bytes
