@@ -497,7 +497,7 @@ class ModelRunner:
             return []
         # More threads than were planned get the process's other CPUs, such as the one left to the service. Two threads
         # pinned to one CPU would wait for each other at every barrier, for as long as the system's time slices are.
-        cpus = [*self.cpus, *sorted(os.sched_getaffinity(0) - set(self.cpus))] if threads > len(self.cpus) else self.cpus
+        cpus = [*self.cpus, *sorted(os.sched_getaffinity(0) - set(self.cpus))]
         return cpus[:threads] if threads <= len(cpus) else []
 
     @property
