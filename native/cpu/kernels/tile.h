@@ -42,7 +42,7 @@ AS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 // at 8 rows ran at 0.8 of the speed), so the line comes from memory into the second level first and from there into the
 // first. (Straight into the first it would have to be far ahead, which occupies the miss buffers, or it comes too late:
 // 2 KB ahead are 70 ns of products with 8 rows.)
-constexpr int kFarAhead = 8192, kNearAhead = 512;  // bytes
+constexpr int kFarAhead = 8192, kNearAhead = 256;  // bytes
 template <int Rows, int Far>
 AS_INLINE void prefetch_weights(const void* w) {
   const char* at = static_cast<const char*>(w);
