@@ -87,9 +87,8 @@ inline vf round_doubles(const double* sums, double less) {
 }
 #endif
 
-// Prefetch distances in bytes, of groups without a distance of their own. 4-bit weights are consumed more slowly than
-// 8-bit ones.
-constexpr int kAheadBytes = kStreamAhead, kAheadNibbles = 1024;
+// Prefetch distances in bytes, of groups without a distance of their own.
+constexpr int kAheadBytes = kStreamAhead, kAheadNibbles = 4096;
 
 // Prefetches what is `ahead` bytes ahead, or less with more rows (prefetch_weights).
 template <int Rows>
