@@ -56,6 +56,18 @@ def bind_process(cpus: list[int], memory_nodes: list[int]) -> None:
         bind_memory(memory_nodes)
 
 
+def cpus_of_threads(planned: list[int], threads: int) -> list[int]:
+    """A CPU for each compute thread, the planned ones first; empty if threads are not pinned.
+
+    More threads than were planned get the process's other CPUs, such as the one left to the service. Two threads pinned
+    to one CPU would wait for each other at every barrier, for as long as the system's time slices are.
+    """
+    if not pin_threads or not planned:
+        return []
+    cpus = [*planned, *sorted(os.sched_getaffinity(0) - set(planned))]
+    return cpus[:threads] if threads <= len(cpus) else []
+
+
 def raise_open_files(wanted: int) -> int:
     """Let this process open `wanted` files, or as many as the system allows; returns how many it may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

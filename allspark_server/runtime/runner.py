@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -491,14 +490,7 @@ class ModelRunner:
         return SpanGroups(self.config.cache_span_size, windows, 2 * self._sizes.rows)
 
     def _pinned(self) -> list[int]:
-        """A CPU for each compute thread; empty if threads are not pinned."""
-        threads = self.config.num_threads or len(self.cpus)
-        if not binding.pin_threads or not self.cpus:
-            return []
-        # More threads than were planned get the process's other CPUs, such as the one left to the service. Two threads
-        # pinned to one CPU would wait for each other at every barrier, for as long as the system's time slices are.
-        cpus = [*self.cpus, *sorted(os.sched_getaffinity(0) - set(self.cpus))]
-        return cpus[:threads] if threads <= len(cpus) else []
+        return binding.cpus_of_threads(self.cpus, self.config.num_threads or len(self.cpus))
 
     @property
     def computed_messages(self) -> tuple[int, int]:

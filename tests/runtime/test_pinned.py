@@ -6,12 +6,7 @@ import os
 
 import pytest
 
-from allspark_client import AsModelConfig
-from allspark_server.runtime.runner import ModelRunner
-
-
-def pinned(cpus: list[int], threads: int) -> list[int]:
-    return ModelRunner(AsModelConfig("m", "/none", num_threads=threads), cpus=cpus)._pinned()
+from allspark_server.runtime.binding import cpus_of_threads
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +16,11 @@ def affinity(monkeypatch):
 
 
 def test_planned_cpus():
-    assert pinned([2, 1, 0], 0) == [2, 1, 0]
-    assert pinned([2, 1, 0], 2) == [2, 1]
-    assert pinned([], 3) == []
+    assert cpus_of_threads([2, 1, 0], 3) == [2, 1, 0]
+    assert cpus_of_threads([2, 1, 0], 2) == [2, 1]
+    assert cpus_of_threads([], 3) == []
 
 
 def test_no_two_threads_share_a_cpu():
-    assert pinned([2, 1, 0], 4) == [2, 1, 0, 3]     # the CPU that was left to the service
-    assert pinned([2, 1, 0], 5) == []               # the system places them
+    assert cpus_of_threads([2, 1, 0], 4) == [2, 1, 0, 3]     # the CPU that was left to the service
+    assert cpus_of_threads([2, 1, 0], 5) == []               # the system places them
