@@ -48,8 +48,8 @@ def test_bits_stay(name, world, monkeypatch):
     """A prompt at once, and in chunks, most of which have no outputs."""
     if GPUS and world > len(set(GPUS)):
         pytest.skip(f"ranks that are threads need a GPU each, and ALLSPARK_TEST_UNIT names {len(set(GPUS))}")
-    fields = {"compute_unit": "CUDA:" + ",".join(GPUS[:world]), "weight_dtype": "bfloat16"} if GPUS else UNIT
-    fields |= {"engine_max_length": 256, "cache_memory": 4 << 20, "num_threads": 2}
+    unit = {"compute_unit": "CUDA:" + ",".join(GPUS[:world]), "weight_dtype": "bfloat16"} if GPUS else UNIT
+    fields = {**unit, "engine_max_length": 256, "cache_memory": 4 << 20, "num_threads": 2}
     found = []
     for early in (True, False):
         if not early:
