@@ -15,6 +15,7 @@ import pytest
 from allspark_client import AllSparkError, AsCacheMode, AsModelConfig, AsStatus
 from allspark_client.config import check_available
 from allspark_server.access import ModelRoots
+from allspark_server.cache.host_cache import CopyCosts
 from allspark_server.engine.engine import Engine
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile, held_by_all, pack_held
 from allspark_server.runtime.plan import COPIES, SAMPLE, NewSlot, SamplingParams, StepPlan, WorkItem
@@ -128,7 +129,9 @@ def file_of(directory) -> str:
     return os.path.join(directory, name)
 
 
-def test_a_file_outlives_the_process(tmp_path, expected, caplog):
+def test_a_file_outlives_the_process(tmp_path, expected, caplog, monkeypatch):
+    # Otherwise a copy that was slow, because other tests run, lets spans of so small a model be computed again instead.
+    monkeypatch.setattr(CopyCosts, "worthwhile", lambda self: True)
     directory = tmp_path / "spans"
     with Serving(config(host_cache_dir=str(directory))) as serving:
         assert [serving.ask(prompt) for prompt in PROMPTS] == expected["float32"]
