@@ -57,7 +57,7 @@ def test_predictions_change_no_bit(kind):
         assert found == expected and accepted > 300
         edited = {key: text[:60] + " zebra" + text[80:] for key, text in right.items()}
         assert run(engine, edited)[0] == expected
-        wrong = {key: right[(key[0] + 1) % len(PROMPTS), key[1]] for key in right}
+        # They begin right: a text that differs from the first token on is drafted only if that token is not known yet.
+        wrong = {key: text[:20] + right[(key[0] + 1) % len(PROMPTS), key[1]] for key, text in right.items()}
         found, _, rejected = run(engine, wrong)
-        # How many depends on when requests arrive: sequences that begin later draft less once drafts were wrong.
-        assert found == expected and rejected > 0
+        assert found == expected and rejected > 20
