@@ -26,8 +26,6 @@ class Kernel(NamedTuple):
 
     begin: int
     end: int
-    stream: int
-    ctas: int   # 0: a copy
     name: str
 
 
@@ -37,18 +35,17 @@ def enable(library: Path, folder: Path) -> None:
     os.environ["KERNEL_TRACE"] = str(folder)
 
 
-def record_after(folder: Path, name: str, seconds: float) -> threading.Timer:
+def record_after(folder: Path, name: str, seconds: float) -> None:
     """Begins a recording of SECONDS in so many seconds."""
     timer = threading.Timer(seconds, lambda: (folder / "go").write_text(f"{name} {SECONDS}"))
     timer.daemon = True
     timer.start()
-    return timer
 
 
 def kernels_of(path: Path) -> list[Kernel]:
     """All kernels of a trace, by their beginning."""
-    rows = (line.rstrip("\n").split(" ", 4) for line in path.open())
-    return sorted(Kernel(int(row[0]), int(row[1]), int(row[2]), int(row[3]), row[4]) for row in rows if len(row) == 5)
+    rows = (line.split(" ", 2) for line in path.read_text().splitlines())
+    return sorted(Kernel(int(begin), int(end), name) for begin, end, name in rows)
 
 
 def short(name: str) -> str:

@@ -3,8 +3,7 @@
 //   g++ -std=c++17 -O2 -shared -fPIC -I$CUDA/include -I$CUDA/extras/CUPTI/include benchmarks/cuda/kernel_trace.cpp
 //       -L$CUDA/extras/CUPTI/lib64 -lcupti -o kernel_trace.so
 // KERNEL_TRACE is a folder. Once its file `go` has a name that is new and a number of seconds, the library records for
-// that long, and then writes NAME-PID.trace: a line for each kernel and copy, "begin end stream CTAs name", in
-// nanoseconds.
+// that long, and then writes NAME-PID.trace: a line for each kernel and copy, "begin end name", in nanoseconds.
 #include <cupti.h>
 #include <cxxabi.h>
 #include <unistd.h>
@@ -33,13 +32,12 @@ void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t v
       const auto* kernel = reinterpret_cast<const CUpti_ActivityKernel10*>(record);
       int status = 0;
       char* name = abi::__cxa_demangle(kernel->name, nullptr, nullptr, &status);
-      std::fprintf(out, "%llu %llu %u %d %s\n", (unsigned long long)kernel->start, (unsigned long long)kernel->end,
-                   kernel->streamId, kernel->gridX * kernel->gridY * kernel->gridZ, name ? name : kernel->name);
+      std::fprintf(out, "%llu %llu %s\n", (unsigned long long)kernel->start, (unsigned long long)kernel->end,
+                   name ? name : kernel->name);
       std::free(name);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
       const auto* copy = reinterpret_cast<const CUpti_ActivityMemcpy6*>(record);
-      std::fprintf(out, "%llu %llu %u 0 copy\n", (unsigned long long)copy->start, (unsigned long long)copy->end,
-                   copy->streamId);
+      std::fprintf(out, "%llu %llu copy\n", (unsigned long long)copy->start, (unsigned long long)copy->end);
     }
   }
   std::free(buffer);
