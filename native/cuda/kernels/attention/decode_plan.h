@@ -9,7 +9,7 @@ constexpr int kLargeShared = 166400;       // of attention with heads of 512 fea
 
 // A CTA of attention_decode(): its bytes besides queries, own rows and the ring of keys and values; positions of a
 // stage of the ring; the fewest stages of the ring.
-constexpr int kDecodeFixed = 11680, kDecodeTokens = 64, kDecodeStages = kKvSplitTokens / kDecodeTokens;
+constexpr int kDecodeFixed = 11712, kDecodeTokens = 64, kDecodeStages = kKvSplitTokens / kDecodeTokens;
 
 // Whether a CTA's shared memory suffices. own_rows: rows that the kernel stores in the cache itself.
 constexpr bool decode_fits(CacheType type, int head_dim, int own_rows, int shared_bytes) {

@@ -10,9 +10,14 @@ namespace decode {
 constexpr int kTokens = 64,
               kBlocks = kKvSplitTokens / kTokens;  // of a stage; stages of a KV split's keys, and as many of its values
 constexpr int kConsumers = 8;                      // warps that compute
-// Copying warps, and all threads of a CTA. pairs: two CTAs run on an SM.
-__host__ __device__ constexpr int producers(bool pairs) { return pairs ? 2 : 4; }
-__host__ __device__ constexpr int threads(bool pairs) { return 32 * (kConsumers + producers(pairs)); }
+// Copying warps, and all threads of a CTA. pairs: two CTAs run on an SM; bulk: one thread requests whole boxes.
+__host__ __device__ constexpr int producers(bool pairs, bool bulk) { return bulk ? 1 : pairs ? 2 : 4; }
+// Whether warps of their own prepare a tile (prepare_tile()) while the one before it is computed, and how many.
+__host__ __device__ constexpr bool prepares_ahead(bool lean, bool bulk) { return bulk && !lean; }
+__host__ __device__ constexpr int preparers(bool pairs) { return pairs ? 1 : 3; }
+__host__ __device__ constexpr int threads(bool lean, bool pairs, bool bulk) {
+  return 32 * (kConsumers + producers(pairs, bulk) + (prepares_ahead(lean, bulk) ? preparers(pairs) : 0));
+}
 constexpr int kReserved = 1 << 10;  // bytes of a CTA's shared memory that the system reserves
 constexpr int kShortStages = 6, kMaxStages = 24;
 
@@ -32,6 +37,7 @@ struct Begin {
 
 struct Shared {
   uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t ready[2], done[2];              // a tile's queries and own rows are in shared memory; are not read any more
   uint4 weights[kKvSplitTokens / 16][32];  // of 16 positions each, as first operand of mma.sync
   float maxima[kDecodePairs][kConsumers], sums[kConsumers][kDecodePairs][4];  // over a warp's positions
   float shrunk[kBlocks][kDecodePairs];  // factors that rescale a KV split's sums before each block
@@ -156,7 +162,7 @@ struct Extent {
 
   __device__ Extent(const DecodeRows& rows, int split)
       : begin(split * kKvSplitTokens), start(rows.tile.start - rows.tile.before) {
-    last = min(rows.position(rows.count - 1), begin + kKvSplitTokens - 1);
+    last = min(rows.last, begin + kKvSplitTokens - 1);
     blocks = (last - begin) / kTokens + 1;
   }
 };

@@ -53,6 +53,14 @@ struct RopeHead {
     for (int i = 0; i < kEach; i++)
       if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_dtype16(x[i]);
   }
+  // place: the offset of a feature in bytes.
+  template <typename Place>
+  __device__ void write(char* to, Place place) const {
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (const int f = i * 32 + threadIdx.x % 32; f < kDim)
+        *reinterpret_cast<uint16_t*>(to + place(f)) = to_dtype16(x[i]);
+  }
   // Quantizes for the cache. Quantized values go to `to` and `also`. In scales and also_scales the minimum follows the
   // scale at a distance of apart and also_apart floats.
   template <CacheType kType>
