@@ -141,16 +141,19 @@ class Graph:
         return next((i for i, op in enumerate(self.ops) if op.type == "select_rows"), 0)
 
     def with_kept_hidden(self) -> Graph:
-        """The same model, which keeps the normed hidden states of all rows for a draft head."""
+        """The same model, which keeps the normed hidden states of all rows for a draft head. Rows with outputs are
+        selected from these.
+        """
         other, place = copy.copy(self), self.selection
         select, norm = self.ops[place:place + 2]
         if norm.type != "rms_norm":
             raise ValueError(f"{self.config.architecture} has no final norm, so no draft head can follow it")
         kept = replace(self.tensors[select.inputs[0]], name="kept_states")
         other.tensors = {**self.tensors, kept.name: kept}
-        more = [replace(norm, inputs=select.inputs, outputs=(kept.name,)), Op("keep_hidden", (kept.name,))]
-        other.ops = self.ops[:place] + more + self.ops[place:]
-        return other
+        return other.with_ops([
+            *self.ops[:place], replace(norm, inputs=select.inputs, outputs=(kept.name,)),
+            Op("keep_hidden", (kept.name,)), replace(select, inputs=(kept.name,), outputs=norm.outputs),
+            *self.ops[place + 2:]])
 
     def with_ops(self, ops: list[Op]) -> Graph:
         """A copy with these ops, and only the buffers and weights that they name."""

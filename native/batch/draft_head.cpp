@@ -40,12 +40,15 @@ void DraftHead::plan(Slots& slots) {
     const bool lost = unread.in_batch(end - 1) || (coming && coming->rows + coming->drafts > kLast);
     // Without drafts one row is left, from which drafts can begin.
     if (!drafts && !(lost && follows)) end--;
-    if (unread.first < end && (drafts || lost || unread.in_batch(unread.first) || end - unread.first >= kHeld)) {
-      parts_.push_back({i, unread.first, end, known, drafts});
-      // The last layer has final entries of positions before known - depth().
-      slot.drafted = std::max(unread.first, std::min(end, known - depth()));
-    }
+    const int held = end - unread.first;
+    const bool due = held > 0 && (drafts || lost || unread.in_batch(unread.first) || held >= held_);
+    // If the head runs anyway, these slots' rows are computed with the others', and need fewer runs of their own.
+    if (due || held - (depth() - 1) >= held_ / 2) parts_.push_back({i, unread.first, end, known, drafts, due});
   }
+  if (std::none_of(parts_.begin(), parts_.end(), [](const Part& part) { return part.due; })) parts_.clear();
+  // The last layer has final entries of positions before known - depth().
+  for (const Part& part : parts_)
+    slots.slot(part.slot).drafted = std::max(part.first, std::min(part.end, part.known - depth()));
 }
 
 // Adds a row: the token that it takes, and the places of the hidden state that it takes and of its own.

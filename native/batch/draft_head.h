@@ -11,7 +11,7 @@
 // that filled the span. Drafts may suffer, outputs cannot.
 //
 // Hidden states stay in the device's memory, which has so many places: one for each row of the model's batch, one for
-// each slot (the last layer's own state of the latest draft), and a ring of kRing for each slot, by position. The last
+// each slot (the last layer's own state of the latest draft), and a ring for each slot, by position. The last
 // kLast rows of an item keep their states in the ring, where they stay until the head reads them, and earlier rows in
 // the places of the batch, which the head reads before the model's next batch. Several layers pass their states on in
 // one more place for each row of a run.
@@ -26,32 +26,34 @@ namespace as {
 
 class DraftHead : public Drafter {
  public:
+  static constexpr int kLast = 16;
   // The most hidden states that are held of a slot that gets no drafts. Their rows are computed together later, which
-  // reads the head's weights once.
-  static constexpr int kHeld = 16;
-  static constexpr int kLast = 16, kRing = kHeld + kLast;
-  static constexpr int kPlacesOfSlot = 1 + kRing;
-  // The most layers: fewer than kHeld, among which are the positions whose rows are computed again.
+  // reads the head's weights once: the more, the less a head costs that is never right, and the more memory it takes.
+  static constexpr int held(int max_slots) { return std::clamp(kHeldOfAll / max_slots, kLeastHeld, kMostHeld); }
+  static constexpr int places_of_slot(int max_slots) { return 1 + held(max_slots) + kLast; }
+  // The most layers: fewer than are held at least, among which are the positions whose rows are computed again.
   static constexpr int kMostLayers = 8;
   // The most rows of a run of `layers` layers: those of a batch of the model, at least `layers` for each slot.
   static constexpr int run_rows(int max_rows, int max_slots, int layers) {
     return std::max(max_rows, layers * max_slots);
   }
   static constexpr size_t places(int max_rows, int max_slots, int layers) {
-    return max_rows + (size_t)max_slots * kPlacesOfSlot + (layers > 1 ? run_rows(max_rows, max_slots, layers) : 0);
+    return max_rows + (size_t)max_slots * places_of_slot(max_slots) +
+           (layers > 1 ? run_rows(max_rows, max_slots, layers) : 0);
   }
 
   // layers: the programs of the draft head's layers in their order, 1 to kMostLayers, with the same spans. max_rows:
   // the most rows of a batch of the model; at least one for each slot.
   DraftHead(std::vector<Runner*> layers, int max_rows, int max_slots)
-      : layers_(std::move(layers)), max_rows_(max_rows), unread_(max_slots) {}
+      : layers_(std::move(layers)), max_rows_(max_rows), held_(held(max_slots)), unread_(max_slots) {}
 
-  // Computes the positions that the head's caches lack, unless few are and no drafts are wanted of their slot. Then
+  // Computes the positions that the head's caches lack, unless few are and no drafts are wanted of any slot. Then
   // appends drafts to the histories of items that want them.
   void draft(Slots& slots) override;
   void place(Batch& batch) override;
 
  private:
+  static constexpr int kLeastHeld = 16, kMostHeld = 64, kHeldOfAll = 1024;
   // The hidden states of a slot that the head may not have read: positions [first, end). Those of [start, ringed) are
   // in places of the batch, position p in place row + p, the others in the ring.
   struct Unread {
@@ -60,21 +62,24 @@ class DraftHead : public Drafter {
 
     bool in_batch(int position) const { return start <= position && position < ringed; }
   };
-  // Rows [first, end) of a slot. known: how many of its tokens are known; drafts: how many follow these.
+  // Rows [first, end) of a slot. known: how many of its tokens are known; drafts: how many follow these; due: whether
+  // they cannot wait for a later step.
   struct Part {
     int slot, first, end, known, drafts;
+    bool due = true;
   };
   int depth() const { return (int)layers_.size(); }
+  int ring() const { return held_ + kLast; }
   int own_place(int slot) const { return max_rows_ + slot; }
   int ring_place(int slot, int position) const {
-    return max_rows_ + (int)unread_.size() + slot * kRing + position % kRing;
+    return max_rows_ + (int)unread_.size() + slot * ring() + position % ring();
   }
   int place_of(int slot, int position) const {
     const Unread& unread = unread_[slot];
     return unread.in_batch(position) ? unread.row + position : ring_place(slot, position);
   }
   // The first of the places in which layers pass states on.
-  int passed_place() const { return max_rows_ + (int)unread_.size() * kPlacesOfSlot; }
+  int passed_place() const { return max_rows_ + (int)unread_.size() * (1 + ring()); }
   void plan(Slots& slots);
   void add(int slot, int position, int token, int takes, int keeps);
   // Computes the rows of parts with every layer, as far as their tokens are known, and samples a draft of each layer
@@ -82,7 +87,7 @@ class DraftHead : public Drafter {
   void run(Slots& slots, const std::vector<Part>& parts, std::vector<Sampling>& sampling);
 
   const std::vector<Runner*> layers_;
-  const int max_rows_;
+  const int max_rows_, held_;
   std::vector<Unread> unread_;                 // by slot
   std::vector<const Slots::Pending*> coming_;  // by slot; null: the step has no item of it
   std::vector<Part> parts_;

@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int kSlots = 3, kRows = 24, kLength = 160, kSpan = 16, kVocabulary = 97, kMostDrafts = 12;
+constexpr int kSlots = 3, kRows = 24, kLength = 240, kSpan = 16, kVocabulary = 97, kMostDrafts = 12;
 using Hash = uint64_t;
 using Tokens = std::vector<int32_t>;
 
@@ -154,7 +154,7 @@ int main(int words, char** word) {
     for (int s = 0; s < kSlots; s++) {
       as::Slot& slot = slots.slot(s);
       bool fresh = !slot.live;
-      if (slot.live && (below(40) == 0 || (int)slot.history.size() > kLength - 30))
+      if (slot.live && (below(60) == 0 || (int)slot.history.size() > kLength - 30))
         plan.free.push_back(s), fresh = true;
       Tokens history = slot.history;
       int cached = slot.cached, table = fresh ? 0 : (int)slot.spans[0].size();
@@ -173,7 +173,7 @@ int main(int words, char** word) {
       work.rows = std::min(rows, below(3) ? known : 1 + below(known));
       if (work.rows == known) {
         work.flags = as::kSample, work.outputs = 1;
-        calm[s] = calm[s] ? calm[s] - 1 : below(15) ? 0 : below(40);
+        calm[s] = calm[s] ? calm[s] - 1 : below(15) ? 0 : below(3) ? below(40) : below(100);
         const int most = std::min(rows - work.rows, kMostDrafts);
         if (most > 0 && !calm[s] && known == 1) {
           work.drafts = 1 + below(most);

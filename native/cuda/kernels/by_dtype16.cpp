@@ -34,6 +34,10 @@ void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queu
 void select_rows(const Rows& in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, select_rows, in, chosen, rows, out, queue);
 }
+void keep_and_select(const float* in, const int* places, int rows, float* kept, const int* chosen, int outputs,
+                     const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, keep_and_select, in, places, rows, kept, chosen, outputs, out, queue);
+}
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, to_tiles, in, rows, out, queue);
 }

@@ -22,6 +22,7 @@ namespace as::cuda {
   AS_OP(silu_mul);               \
   AS_OP(gelu_tanh_mul);          \
   AS_OP(select_rows);            \
+  AS_OP(keep_and_select);        \
   AS_OP(to_tiles);               \
   AS_OP(gather_columns);         \
   AS_OP(copy_given);             \

@@ -120,7 +120,8 @@ int bind_combine_experts(Binding& b, size_t i) {
   // Whether combine_row() has computed the sum of a single row.
   const bool row = b.routed.at(x.row_set).row && b.workspace.expert_rows.at(x.row_set).kind != Kind::mxfp4;
   if (last == i && is_summed_later(b, i)) {
-    b.unsummed = Binding::Unsummed{c, row, i};
+    const bool lists = b.workspace.expert_rows.at(x.row_set).kind != Kind::f32;  // kernels that wait for the lists
+    b.unsummed = Binding::Unsummed{c, row, i, lists ? b.routed.at(x.row_set).rows : nullptr};
     return 0;
   }
   b.add_launch(b.workspace.program.row_sets()[x.row_set].of, [=, queue = b.queue](int rows) {
@@ -139,8 +140,11 @@ int bind_shared_sum(Binding& b, size_t i) {
   if (b.unsummed) {
     SharedSum sums = found->sum;  // of entries
     sums.entries = b.unsummed->sum.entries, sums.routing = b.unsummed->sum.routing;
-    b.add_launch(row_set, [=, row = b.unsummed->row, plain = found->sum, queue = b.queue](int rows) {
-      add_shared_expert(rows == 1 && row ? plain : sums, rows, queue);  // combine_row() has summed a single row's
+    sums.gates_early = b.unsummed->routed == sums.gate.x.values;
+    SharedSum summed = found->sum;  // of a single row, which combine_row() has summed
+    summed.gates_early = sums.gates_early;
+    b.add_launch(row_set, [=, row = b.unsummed->row, queue = b.queue](int rows) {
+      add_shared_expert(rows == 1 && row ? summed : sums, rows, queue);
     });
     b.also.push_back(b.unsummed->op), b.unsummed.reset();
   } else {
@@ -191,6 +195,7 @@ int bind_router(Binding& b, size_t i, bool logits) {
   const bool row = has_row_kernels_at(b, i), norms = logits && i > 1 && norms_with_router(b, i - 2);
   Binding::Routed& routed = b.routed[y.row_set] = {shares, {}};
   if (row) routed.row = ChosenRow{router, x.values(), where};
+  if (logits) routed.rows = p.x.values;
   if (norms) b.also.push_back(i - 2);
   const float* before = norms ? b.in(b.ops[i - 2]).values() : nullptr;
   const Norm norm = norms ? norm_of(b.ops[i - 2], b.vector(b.ops[i - 2], 0)) : Norm{};

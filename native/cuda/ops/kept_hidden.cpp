@@ -7,11 +7,18 @@
 namespace as::cuda {
 namespace {
 
+// Also selects the rows with outputs, if that follows.
 int bind_keep_hidden(Binding& b, size_t i) {
-  b.add_launch(kAllRows, [x = b.in(b.ops[i]), ws = &b.workspace, queue = b.queue](int rows) {
-    keep_rows(x.values(), ws->data->keeps(), rows, x.rows.width, ws->hidden, queue);
+  const OpNode &op = b.ops[i], &next = b.ops[i + 1];
+  const bool selects = next.is(Op::select_rows) && next.inputs[0] == op.inputs[0];
+  const Rows y = selects ? b.out(next).rows : Rows();
+  b.launches.push_back([=, x = b.in(op).values(), width = b.in(op).rows.width, ws = &b.workspace,
+                        queue = b.queue](const Binding::Size& size) {
+    const StepData& data = *ws->data;
+    if (selects) keep_and_select(x, data.keeps(), size.rows, ws->hidden, data.chosen(), size.outputs, y, queue);
+    else if (size.rows) keep_rows(x, data.keeps(), size.rows, width, ws->hidden, queue);
   });
-  return 0;
+  return selects;
 }
 
 int bind_kept_hidden(Binding& b, size_t i) {

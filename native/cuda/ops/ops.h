@@ -87,14 +87,17 @@ struct Binding {
   struct Routed {
     int shares = -1;
     std::optional<ChosenRow> row;
+    const float* rows = nullptr;  // that the logits are made of, if its launch makes them
   };
   std::map<int, Routed> routed;
   // Entries that the next sum with a shared expert adds, except in steps of one row if the layer has kernels for these;
-  // and the combine_experts that left them.
+  // and the combine_experts that left them. routed: the router's rows if the experts' kernels wait for the router
+  // before they let others begin, or null.
   struct Unsummed {
     Combination sum;
     bool row;
     size_t op;
+    const float* routed;
   };
   std::optional<Unsummed> unsummed;
   // Ops besides those of its own that the latest op's launches compute, if only in steps of one row.

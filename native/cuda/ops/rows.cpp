@@ -63,7 +63,7 @@ int bind_sample(Binding& b, size_t i) {
 }
 
 const RegisterCudaOp kEmbedding(Op::embedding, bind_embedding_and_given),
-    kSelectRows(Op::select_rows, bind_select_rows, OutputForm::tiles),
+    kSelectRows(Op::select_rows, bind_select_rows, OutputForm::both),
     kHiddenStates(Op::hidden_states, bind_hidden_states), kSample(Op::sample, bind_sample);
 
 }  // namespace

@@ -127,14 +127,15 @@ __global__ void __launch_bounds__(kThreads)
   bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
   float norm[kEight];  // prefetched before the previous kernel has written the rows
   if (c.norm.weight) read_eight(c.norm.weight, first, width, norm);
-  await_previous();
+  if (!c.gates_early) await_previous();
   __syncthreads();
   Summands<kSums> own;
-  own.read(c, row0, first);
+  if (!c.gates_early) own.read(c, row0, first);
   for (int row = row0 + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
     const float gate = gate_logit<kWhole>(c, row, gate_weights);
     if (threadIdx.x % 32 == 0) gates[row - row0] = gate;
   }
+  if (c.gates_early) await_previous(), own.read(c, row0, first);
   __syncthreads();
   for (int row = row0; row < end; row++) {
     float squares = 0, kept[kEight], weights[kEight];

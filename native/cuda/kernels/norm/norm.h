@@ -56,6 +56,9 @@ struct QkNorm {
 void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int rows, const Queue& queue);
 // Row i of `out` is row chosen[i] of `in`, of the same width (its float32 values, or tiles if it has none).
 void select_rows(const Rows& in, const int* chosen, int rows, const Rows& out, const Queue& queue);
+// keep_rows() (hidden_rows.h) of float32 rows, and select_rows() of the same rows, in one kernel.
+void keep_and_select(const float* in, const int* places, int rows, float* kept, const int* chosen, int outputs,
+                     const Rows& out, const Queue& queue);
 // Converts float32 rows to tiles.
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
 // Writes the columns of `in` (float32, or tiles) to tiles in another order: column i of `out` is column order[i].

@@ -131,16 +131,29 @@ __global__ void gate_kernel(const float* in, Gating gating, Rows out) {
   put(out, row, i, kGelu ? gelu_tanh(gate) * up : gated_by(gating, gate, up));
 }
 
-// chosen: the source of each row; null: the same row. Padding of tiles becomes zero: the memory may hold NaNs of rows
-// of another width, and products with zero weights would keep them.
-__global__ void copy_kernel(Rows in, const int* chosen, Rows out) {
-  after_previous();
-  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x, blocks = blocks_of(out.width),
-            from = chosen ? chosen[row] : row;
+// Copies column i of row `from` to row `row`. Padding of tiles becomes zero: the memory may hold NaNs of rows of
+// another width, and products with zero weights would keep them.
+__device__ void copy_value(const Rows& in, int from, const Rows& out, int row, int i) {
+  const int blocks = blocks_of(out.width);
   if (i < out.width)
     put(out, row, i,
         in.values ? in.values[(size_t)from * out.width + i] : from_dtype16(in.tiles[tile_offset(from, i, blocks)]));
   else if (out.tiles && i < blocks * kBlock) out.tiles[tile_offset(row, i, blocks)] = 0;
+}
+
+// chosen: the source of each row; null: the same row.
+__global__ void copy_kernel(Rows in, const int* chosen, Rows out) {
+  after_previous();
+  const int row = blockIdx.y;
+  copy_value(in, chosen ? chosen[row] : row, out, row, blockIdx.x * kThreads + threadIdx.x);
+}
+
+__global__ void keep_and_select_kernel(Rows in, const int* places, int rows, float* kept, const int* chosen, Rows out) {
+  after_previous();
+  const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
+  if (row >= rows) return copy_value(in, chosen[row - rows], out, row - rows, i);
+  if (const int place = places[row]; place >= 0 && i < in.width)
+    kept[(size_t)place * in.width + i] = in.values[(size_t)row * in.width + i];
 }
 
 // The same into tiles; a thread converts eight adjacent columns.
@@ -190,6 +203,12 @@ void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queu
 
 void select_rows(const Rows& in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
   start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, chosen, out);
+}
+
+void keep_and_select(const float* in, const int* places, int rows, float* kept, const int* chosen, int outputs,
+                     const Rows& out, const Queue& queue) {
+  start(queue, keep_and_select_kernel, dim3(ceil_div(out.width, kThreads), rows + outputs), kThreads, 0,
+        Rows{const_cast<float*>(in), nullptr, out.width}, places, rows, kept, chosen, out);
 }
 
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {

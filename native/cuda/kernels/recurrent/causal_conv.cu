@@ -27,13 +27,15 @@ struct Channel {
   }
 
   // Rows [first, last) of the item. kTaps: the number of taps, 0 for any. kAtOnce: rows that are loaded together.
-  template <int kTaps, int kAtOnce>
+  // kAwaits: waits for the previous kernel before it reads rows of the step; first is then 0.
+  template <int kTaps, int kAtOnce, bool kAwaits = false>
   __device__ void compute(int first, int last) const {
     const float bias = p.bias ? p.bias[c] : 0.0f;
     const float* weights = p.weight + (size_t)c * p.taps;
     float window[kTaps ? kTaps : 1], weight[kTaps ? kTaps : 1];
 #pragma unroll
     for (int t = 0; t < kTaps; t++) weight[t] = weights[t], window[t] = t ? row(item.start + first - kTaps + t) : 0;
+    if (kAwaits) await_previous();
     const float* x = p.x + (size_t)(item.row + first) * p.channels + c;
     float* y = p.y + (size_t)(item.row + first) * p.channels + c;
     const auto put = [&](float sum) {
@@ -77,15 +79,17 @@ struct Channel {
   }
 };
 
-// Short items. The channel's thread does all, so nothing that it reads has been overwritten.
+// Short items. The channel's thread does all, so nothing that it reads has been overwritten. Items, weights and pages
+// were written before the step's first kernel, so they are read before the previous kernel has ended. A kernel that
+// ended without waiting for it would let the next one begin too early.
 template <int kTaps>
 __global__ void __launch_bounds__(kThreads) short_kernel(CausalConv p, const StateItem* items) {
-  after_previous();
+  let_next_begin();
   const StateItem item = items[blockIdx.y];
   const int c = blockIdx.x * kThreads + threadIdx.x;
-  if (item.slot < 0 || c >= p.channels) return;
+  if (item.slot < 0 || c >= p.channels) return await_previous();
   const Channel channel{p, item, c, p.taps - 1 + kChunkRows};
-  channel.compute<kTaps, 4>(0, item.count);
+  channel.compute<kTaps, 4, true>(0, item.count);
   channel.keep();
 }
 

@@ -50,7 +50,8 @@ __device__ inline float4 of_lane(const float4& x, int from) {
 
 // A CTA computes an item's only row: `heads` heads of one key head from first_head on, `each` warps of each, for 32
 // values a warp, from `begin` on. Of products' 8 columns, the first is the key's, the second the query's.
-// staged: the state comes to shared memory, whole; otherwise to registers, a part at a time.
+// staged: the state comes to shared memory, whole; otherwise to registers, a part at a time. The item's page is read
+// before the previous kernel has ended: no other kernel of the step writes it.
 template <bool kDelta, bool kStaged>
 __device__ void one_row(const DeltaArgs& a, const StateItem& item, int first_head, int heads, int each, int begin,
                         float* memory) {
@@ -86,17 +87,18 @@ __device__ void one_row(const DeltaArgs& a, const StateItem& item, int first_hea
   }
   load_rows(m.keys, a.stride, ring_keys, s.key, i, s.key, a.padded, a.aligned);
   commit_copies();
+  for (int n = tid; n < heads * i; n += blockDim.x)
+    m.totals[n / i * kChunkRows + n % i] = ring.totals[(size_t)(first_head + n / i) * kRing + place + n % i];
+  const double before = lane < heads && i ? ring.totals[(size_t)(first_head + lane) * kRing + place + i - 1] : 0.0;
+  await_previous();                 // so far all was written before the step's first kernel
   const int d = value + 4 * g + t;  // the value whose delta the lane computes
   const float v = there && d < s.value ? x[a.v_at + head * s.value + d] : 0.0f,
               beta = kDelta && there ? beta_of(a.p, gates, head) : 0;
-  for (int n = tid; n < heads * i; n += blockDim.x)
-    m.totals[n / i * kChunkRows + n % i] = ring.totals[(size_t)(first_head + n / i) * kRing + place + n % i];
   for (int task = warps - 1 - warp; task < 3; task += warps) {
     if (task == 0) take_head<kDelta>(x + a.k_at + key_head * s.key, s.key, a.padded, 1.0f, own);
     if (task == 1)
       take_head<kDelta>(x + a.q_at + key_head * s.key, s.key, a.padded, __fdiv_rn(1.0f, sqrtf((float)s.key)), m.query);
     if (task == 2 && lane < heads) {
-      const double before = i ? ring.totals[(size_t)(first_head + lane) * kRing + place + i - 1] : 0.0;
       const double dt = step_of<kDelta>(a.p, gates, first_head + lane);
       m.totals[lane * kChunkRows + i] = __dadd_rn(before, decay_of(a.p, dt, first_head + lane));
       if (!kDelta) m.k_weights[lane * kChunkRows + i] = (float)dt;
@@ -205,14 +207,16 @@ __device__ void one_row(const DeltaArgs& a, const StateItem& item, int first_hea
                        make_float4(sums[0][0][1], sums[0][0][3], sums[0][1][1], sums[0][1][3]));
 }
 
-// A CTA for each item and `heads` heads, with `each` warps of each.
+// A CTA for each item and `heads` heads, with `each` warps of each. Every CTA waits for the previous kernel: otherwise
+// one that ends early would let the next kernel begin too early.
 template <bool kDelta>
 __global__ void __launch_bounds__(kOneRowThreads, 2) one_row_kernel(DeltaArgs a, StateRows rows, int heads, int each) {
   extern __shared__ __align__(16) float memory[];
-  after_previous();
+  let_next_begin();
   const StateItem item = rows.items[blockIdx.z];
   if (is_one_row(item))
     one_row<kDelta, false>(a, item, blockIdx.y * heads, heads, each, blockIdx.x * each * 32, memory);
+  else await_previous();
 }
 
 constexpr int kMostItems = 8;
@@ -331,16 +335,17 @@ __device__ void several_rows(const DeltaArgs& a, const StateItem& item, float* m
 template <bool kDelta>
 __global__ void __launch_bounds__(ShortWork<kDelta>::kThreads) rows_kernel(DeltaArgs a, StateRows rows, bool alone) {
   extern __shared__ __align__(16) float memory[];
-  after_previous();
+  let_next_begin();
   for (int z0 = blockIdx.z; z0 < rows.short_items; z0 += 32 * gridDim.z) {
     const int own = z0 + threadIdx.x % 32 * gridDim.z;  // a lane's item
     const StateItem item = own < rows.short_items ? rows.items[own] : StateItem{-1, 0, 0, 0, 0, 0};
     for (unsigned left = __ballot_sync(~0u, item.slot >= 0 && (alone || !is_one_row(item))); left; left &= left - 1) {
       const StateItem each = rows.items[z0 + (__ffs(left) - 1) * gridDim.z];
       if (is_one_row(each)) one_row<kDelta, true>(a, each, blockIdx.y, 1, kColumns / 32, blockIdx.x * kColumns, memory);
-      else several_rows<kDelta>(a, each, memory);
+      else await_previous(), several_rows<kDelta>(a, each, memory);
     }
   }
+  await_previous();  // also without items: the next kernel may not begin before the previous one has ended
 }
 
 }  // namespace
