@@ -84,6 +84,12 @@ void AttentionWork::begin(const Batch& batch) {
   else make_units();
 }
 
+int AttentionWork::blocks_together(const TileBlock* run, int blocks) {
+  int together = 1;
+  while (together < blocks && run[together].partial == run->partial) together++;
+  return together;
+}
+
 AttentionWork::Done AttentionWork::at(int position) const {
   const int count = (int)units.size();
   if (position == kOpPositions) return {rows, count, rows};
@@ -133,8 +139,8 @@ void AttentionWork::make_tiles(const Batch& batch) {
   }
 }
 
-// Assigns memory for the partial results of shared tiles: one for each run of blocks, or one for each block of a run
-// that is itself shared.
+// Assigns memory for the partial results of shared tiles: one for each run of blocks or, if a run is itself shared, one
+// for the first thread's blocks and one for each later block.
 void AttentionWork::share_pairs() {
   for (int t = 0; t < (int)tiles.size(); t++)
     for (int b = tiles[t].first; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
@@ -154,10 +160,13 @@ void AttentionWork::share_pairs() {
     for (int b = tile.first, end; b < tile.blocks; b = end) {
       end = std::min(tile.blocks, (b / kRunBlocks + 1) * kRunBlocks);
       const int count = end - b, p = tile.pair + b - tile.first;
-      const bool cut = owner[p] != owner[p + count - 1];
+      // The thread of the run's first blocks merges them, in their order. Later ones are merged after these.
+      int together = 1;
+      while (together < count && owner[p + together] == owner[p]) together++;
       for (int i = 0; i < count; i++)
-        pairs[p + i].kept = cut ? Kept::block : Kept::run, pairs[p + i].partial = kept + (cut ? i : 0);
-      kept += cut ? count : 1;
+        pairs[p + i].kept = i < together ? Kept::run : Kept::block,
+                  pairs[p + i].partial = kept + std::max(0, i - together + 1);
+      kept += 1 + count - together;
     }
   }
   if (kept * partial_floats() * sizeof(float) > partials.size())

@@ -9,9 +9,10 @@
 // that several threads share are merged afterwards.
 //
 // Partial results of blocks are merged in a fixed tree: ascending within runs of kRunBlocks blocks, then the runs
-// ascending. So the bits do not depend on the division. A shared tile keeps one result for each run, or one for each
-// block of a run that is itself shared. With a window, a tile starts at the first block that its first row sees. Blocks
-// that a row does not see do not change its result; the first block merged is copied.
+// ascending. So the bits do not depend on the division. A shared tile keeps one result for each run. Of a run that is
+// itself shared it keeps one for the first thread's blocks and one for each later block. With a window, a tile starts
+// at the first block that its first row sees. Blocks that a row does not see do not change its result; the first block
+// merged is copied.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -69,7 +70,8 @@ struct Tile {
   bool begins_run(int block) const { return block % kRunBlocks == 0 || block == first; }
 };
 
-// What is kept of a tile's block for merging when threads share the tile.
+// What is kept of a tile's block for merging when threads share the tile; `run`: it is merged with the run's blocks
+// before it.
 enum class Kept { nothing, block, run };
 struct TileBlock {
   int tile, block;
@@ -92,6 +94,8 @@ struct AttentionWork {
     int written, units, converted;
   };
   Done at(int position) const;
+  // If pairs are divided: how many of a run's blocks, from the first on, have one partial result.
+  static int blocks_together(const TileBlock* run, int blocks);
   float* partial(int index) const { return partials.as<float>() + index * partial_floats(); }
   size_t partial_floats() const;
 

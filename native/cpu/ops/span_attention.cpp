@@ -135,6 +135,7 @@ class SpanAttention : public BoundOp {
   void attend_unit(const Batch& batch, const WorkUnit& unit, const Scratchpad& s) const;
   void attend_units(const Batch& batch, int end, int thread);
   void attend_pairs(const Batch& batch, int thread) const;
+  void copy_rows(const float* from, int row0, int row1, float* to) const;
   void finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const;
   void finish_by_tiles(int thread) const;
   void finish_by_rows(const RowRange& range, int thread) const;
@@ -417,7 +418,6 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
 
 // Merges the threads' partial results of rows [row0, row1) of a shared tile.
 void SpanAttention::finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const {
-  const size_t floats = work_->partial_floats();
   for (int b = tile.first, end; b < tile.blocks; b = end) {
     const int number = b / kRunBlocks;
     end = std::min(tile.blocks, (number + 1) * kRunBlocks);
@@ -427,17 +427,26 @@ void SpanAttention::finish_shared(const Tile& tile, int row0, int row1, const Sc
     } else {
       const TileBlock* pairs = &work_->pairs[tile.pair + b - tile.first];
       run = work_->partial(pairs->partial);
-      if (pairs->kept == Kept::block) {
-        clear(s.runs, floats);
-        for (int i = 0; i < end - b; i++)
+      const int together = work_->blocks_together(pairs, end - b);
+      if (together < end - b) {
+        copy_rows(run, row0, row1, s.runs);
+        for (int i = together; i < end - b; i++)
           merge_block(tile, b + i, row0, row1, work_->partial(pairs[i].partial), s.runs);
         run = s.runs;
       }
     }
-    if (b == tile.first) std::copy_n(run, floats, s.results);
+    if (b == tile.first) copy_rows(run, row0, row1, s.results);
     else merge_run(tile, number, row0, row1, run, s.results);
   }
   finish_rows(tile, row0, row1, s.results);
+}
+
+// Copies rows [row0, row1) of a partial result.
+void SpanAttention::copy_rows(const float* from, int row0, int row1, float* to) const {
+  const size_t padded = layout_.padded_dim, values = 2 * kTileRows + row0 * padded;
+  std::copy(from + row0, from + row1, to + row0);
+  std::copy(from + kTileRows + row0, from + kTileRows + row1, to + kTileRows + row0);
+  std::copy_n(from + values, (row1 - row0) * padded, to + values);
 }
 
 void SpanAttention::finish_by_tiles(int thread) const {
