@@ -20,16 +20,13 @@
 #include <limits>
 
 #include "cpu/kernels/amx.h"
+#include "cpu/kernels/attention_tiles.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/simd.h"
 
 namespace as {
 namespace AS_ISA {
 namespace {
-
-constexpr int kStep = 32;  // values of a row in 64 bytes
-using Weights = uint16_t[kTileRows][kBlockTokens];
-using Scores = float[kTileRows][kBlockTokens];
 
 // The first n of 16 lanes.
 AS_INLINE __mmask16 lanes(int n) { return (__mmask16)_bzhi_u32(0xffff, (unsigned)std::max(0, std::min(n, 16))); }
@@ -103,41 +100,9 @@ AS_INLINE vi lower_half(vi pairs) { return _mm512_and_si512(pairs, _mm512_set1_e
 
 #if defined(AS_ISA_AMX)
 
-// Tiles 0 to 3 are accumulators of 16 columns each. Tile 4 holds the rows' queries or weights. Tiles 5 to 7 hold keys
-// or values in turn. Tiles stay configured between blocks, because configuring takes as long as ten products.
-thread_local int configured_rows = 0;
-
-void configure_tiles(int rows) {
-  if (rows == configured_rows) return;
-  TileConfig config;
-  for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)(t < 5 ? rows : 16), config.row_bytes[t] = 64;
-  tile_configure(config);
-  configured_rows = rows;
-}
-constexpr int kColumnTiles = 4;
-
 AS_INLINE void prefetch_tile(const char* p, int64_t stride) {
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) prefetch_far(p + i * stride);
-}
-
-template <int N, int I = 0>
-AS_INLINE void zero_tiles() {
-  tile_zero<I>();
-  if constexpr (I + 1 < N) zero_tiles<N, I + 1>();
-}
-template <int N, int I = 0>
-AS_INLINE void store_tiles(float* out, int64_t stride) {
-  tile_store<I>(out + 16 * I, stride);
-  if constexpr (I + 1 < N) store_tiles<N, I + 1>(out, stride);
-}
-// One step of N accumulators against the tiles that b(i) loads from.
-template <int N, int I = 0, typename B>
-AS_INLINE void step_tiles(const B& b, int64_t stride) {
-  constexpr int kB = 5 + I % 3;
-  tile_load<kB>(b(I), stride);
-  tile_dot_bf16<I, 4, kB>();
-  if constexpr (I + 1 < N) step_tiles<N, I + 1>(b, stride);
 }
 
 // Multiplies queries with keys in steps of up to kColumnTiles groups of keys and 32 d. The steps can be interleaved
@@ -245,7 +210,8 @@ void score_tile(const AttentionTile& a, Scores& scores) {
 
 // Pipelines the tiles: while the vector units compute a tile's softmax, the tile unit computes the previous tile's
 // values and the next tile's scores.
-void attend_tiles(const AttentionTile* tiles, int count) {
+template <typename ScoreSteps, typename ValueSteps>
+void attend_steps(const AttentionTile* tiles, int count) {
   alignas(64) Scores scores[2];
   alignas(64) Weights weights[2];
   ScoreSteps first(tiles[0], scores[0]);
@@ -267,6 +233,11 @@ void attend_tiles(const AttentionTile* tiles, int count) {
   }
   ValueSteps last(tiles[count - 1], weights[(count - 1) % 2]);
   finish(last);
+}
+
+void attend_tiles(const AttentionTile* tiles, int count) {
+  if (tiles[0].layout->for_one_tile) attend_steps<LatentScoreSteps, LatentValueSteps>(tiles, count);
+  else attend_steps<ScoreSteps, ValueSteps>(tiles, count);
 }
 
 #else
@@ -399,10 +370,22 @@ void attend_tiles(const AttentionTile* tiles, int count) {
 
 void convert_queries_bf16(const AttentionTile& a, char* out) {
   const int dim = a.layout->head_dim, padded = a.layout->key_dim;
+  const auto rounded = [&](int r, int d) {
+    return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(lanes(dim - d), a.q[r] + d));
+  };
+#if defined(AS_ISA_AMX)
+  if (a.layout->for_one_tile) {  // the second operand of the scores' products: [d / 2][row][2]
+    alignas(64) uint16_t rows[kTileRows][kStep] = {};
+    for (int d = 0; d < padded; d += kStep, out += sizeof rows) {
+      for (int r = 0; r < a.rows; r++)
+        for (int i = 0; i < kStep; i += W) _mm256_store_si256((__m256i*)(rows[r] + i), rounded(r, d + i));
+      transpose_16((const char*)rows, sizeof rows[0], out);
+    }
+    return;
+  }
+#endif
   for (int r = 0; r < a.rows; r++, out += padded * 2)
-    for (int d = 0; d < padded; d += W)
-      _mm256_storeu_si256((__m256i*)(out + d * 2),
-                          (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(lanes(dim - d), a.q[r] + d)));
+    for (int d = 0; d < padded; d += W) _mm256_storeu_si256((__m256i*)(out + d * 2), rounded(r, d));
 }
 
 void attend_bf16(const AttentionTile* tiles, int count) { attend_tiles(tiles, count); }

@@ -103,7 +103,7 @@ struct Kernels {
   // Converts the tile's queries to the kernel's format, query_bytes() at `out`, for all blocks.
   void (*convert_queries)(const AttentionTile& tile, char* out);
   // Packs `tokens` rows of a latent cache (packed_layout) for attend(). spans, next: those of the rows, and of the rows
-  // to prefetch meanwhile, with span_size tokens each. Whole groups of keys are read.
+  // to prefetch meanwhile, with span_size tokens each. Whole groups of keys are read, and attend() may read the rows.
   void (*pack_latent)(const SpanLayout& packed, const void* const* spans, const void* const* next, int span_size,
                       int tokens, char* out);
   void (*attend)(const AttentionTile* tiles,

@@ -45,6 +45,8 @@ struct SpanLayout {
   size_t value_offset = 0, scale_offset = 0, bytes = 0;          // bytes: the whole span
   size_t row_bytes = 0;                                          // of a token's row in a latent cache; 0: no such
   int split = 0;  // features of the first part of a quantized row of a latent cache; 0: no such
+  // Of a packed block: one tile of queries takes it, and the kernels may read the rows as they are.
+  bool for_one_tile = false;
   int query_dim() const { return (head_dim + 31) / 32 * 32; }  // values of a converted query, 16 bits each
   size_t float_row_bytes() const { return (size_t)query_dim() * bits_of(dtype) / 8; }
 };

@@ -60,6 +60,13 @@ void rope_interleaved(float* x, const float* cosine, const float* sine, int half
 void convert_queries(const AttentionTile& tile, char* out);
 void pack_latent(const SpanLayout& packed, const void* const* spans, const void* const* next, int span_size, int tokens,
                  char* out);
+#if defined(AS_ISA_AMX)
+// What pack_latent() writes of a block for one tile of bfloat16: where its groups of rows are, `stride` bytes apart.
+struct LatentRows {
+  const char* groups[kBlockTokens / kKeyGroup];
+  size_t stride;
+};
+#endif
 void attend(const AttentionTile* tiles, int count);
 void index_scores(const AttentionTile* tiles, int count, const float* weights, float* out);
 void end_attention();

@@ -46,6 +46,7 @@ class SpanAttention : public BoundOp {
     cache_ = b.cache.layer(op.op.integer("cache_group"), op.op.integer("layer"));
     cache_group_ = op.op.integer("cache_group");
     in_ = op.in(), out_ = op.out();
+    one_tile_ = layout_, one_tile_.for_one_tile = latent;
     scale_ = (float)op.op.number("scale");
     if (latent) {
       rotated_ = op.in(1), rows_ = op.in(2);
@@ -119,10 +120,10 @@ class SpanAttention : public BoundOp {
   const float* head(int row, int index, float* room) const;
   void write_row(const Batch& batch, int row, int kv_head, float* room) const;
   void write_cache(const Batch& batch, const RowRange& range, int thread) const;
-  AttentionTile make_tile(const Tile& tile, char* queries, float* heads) const;
+  AttentionTile make_tile(const Tile& tile, const SpanLayout& layout, char* queries, float* heads) const;
   int block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const;
-  BlockSpans spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next, int next_block,
-                      const Scratchpad& s) const;
+  BlockSpans spans_of(const Batch& batch, const Tile& tile, const SpanLayout& layout, int block, const Tile& next,
+                      int next_block, const Scratchpad& s) const;
   void gather(const Batch& batch, const Tile& tile, int block, char* rows) const;
   void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
                   float* partial) const;
@@ -144,6 +145,7 @@ class SpanAttention : public BoundOp {
   const std::shared_ptr<AttentionWork> work_;
   const AttentionShape& shape_;
   const SpanLayout& layout_;
+  SpanLayout one_tile_;  // the same for blocks that a single tile takes
   LayerCache cache_;
   int cache_group_;     // which of a slot's span tables to use
   bool writes_ = true;  // keys and values; otherwise an earlier op has written them
@@ -217,9 +219,9 @@ void SpanAttention::write_cache(const Batch& batch, const RowRange& range, int t
     for (int h = 0; h < shape_.kv_heads; h++) write_row(batch, r, h, room);
 }
 
-AttentionTile SpanAttention::make_tile(const Tile& tile, char* queries, float* heads) const {
+AttentionTile SpanAttention::make_tile(const Tile& tile, const SpanLayout& layout, char* queries, float* heads) const {
   AttentionTile a{};
-  a.rows = tile.rows(), a.scale = scale_, a.soft_cap = soft_cap_, a.sloped = slopes_, a.layout = &layout_;
+  a.rows = tile.rows(), a.scale = scale_, a.soft_cap = soft_cap_, a.sloped = slopes_, a.layout = &layout;
   for (int i = 0; i < tile.positions; i++) {
     const int position = tile.position + i;
     for (int h = 0; h < tile.heads(); h++) {
@@ -253,8 +255,9 @@ int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, 
 }
 
 // The spans of a tile's block, and of the block to prefetch meanwhile. The block of a latent cache is packed.
-SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next,
-                                                  int next_block, const Scratchpad& s) const {
+SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile& tile, const SpanLayout& layout,
+                                                  int block, const Tile& next, int next_block,
+                                                  const Scratchpad& s) const {
   BlockSpans found;
   int span_size = cache_.layout.span_size;
   if (tile.selected) {
@@ -267,7 +270,7 @@ SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile
   }
   if (!shape_.rope_dim) return found;
   const int tokens = std::min(kBlockTokens, tile.context - block * kBlockTokens);
-  core_.k.pack_latent(layout_, found.block, found.next, span_size, tokens, s.packed);
+  core_.k.pack_latent(layout, found.block, found.next, span_size, tokens, s.packed);
   found.packed = s.packed;
   return found;
 }
@@ -346,9 +349,10 @@ void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const floa
 void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const Scratchpad& s) const {
   const size_t floats = work_->partial_floats();
   const Tile *tiles = &work_->tiles[unit.first], &longest = tiles[unit.count - 1];
+  const SpanLayout& layout = unit.count == 1 ? one_tile_ : layout_;
   AttentionTile converted[kGroupTiles];
   for (int i = 0; i < unit.count; i++)
-    converted[i] = make_tile(tiles[i], s.queries + i * query_bytes(layout_),
+    converted[i] = make_tile(tiles[i], layout, s.queries + i * query_bytes(layout_),
                              s.heads + (size_t)i * kTileRows * layout_.query_dim());
   if (writes_ && work_->one_tile_a_key && unit.end == longest.blocks)
     write_row(batch, longest.row, longest.kv_head, s.key);
@@ -358,7 +362,7 @@ void SpanAttention::attend_unit(const Batch& batch, const WorkUnit& unit, const 
   for (int b = unit.begin; b < unit.end; b++) {
     while (b >= tiles[first].blocks) first++;
     while (last < unit.count && tiles[last].first <= b) last++;
-    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, unit.end - 1), s);
+    const BlockSpans spans = spans_of(batch, all, layout, b, all, std::min(b + 1, unit.end - 1), s);
     for (int i = first; i < last; i++)
       take_block(converted[i], tiles[i], b, spans, i == first, s.partials + i * floats);
     core_.k.attend(converted + first, last - first);
@@ -398,9 +402,9 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
     const TileBlock &pair = work.pairs[p], &next = work.pairs[std::min(p + 1, p1 - 1)];
     const Tile& tile = work.tiles[pair.tile];
     const int block = pair.block;
-    if (p == p0 || block == tile.first) converted = make_tile(tile, s.queries, s.heads);
+    if (p == p0 || block == tile.first) converted = make_tile(tile, one_tile_, s.queries, s.heads);
     if (writes_ && work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
-    const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block, s);
+    const BlockSpans spans = spans_of(batch, tile, one_tile_, block, work.tiles[next.tile], next.block, s);
     float* partial = pair.kept == Kept::block ? work.partial(pair.partial) : s.partials;
     take_block(converted, tile, block, spans, true, partial);
     core_.k.attend(&converted, 1);
