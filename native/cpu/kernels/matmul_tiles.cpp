@@ -42,7 +42,7 @@ constexpr int kPair = 2 * kAmxRows;           // rows of a block of accumulators
 constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
 constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second level (shared by two threads of a core),
 constexpr size_t kStayBytes = 1 << 20;       // at most
-constexpr int kWhole = 48, kCut = 32;        // steps up to which K is undivided, and of a split-K part otherwise
+constexpr int kWhole = 96, kCut = 32;        // steps up to which K is undivided, and of a split-K part otherwise
 constexpr int kCutRows = 256;                // rows of a block, if K is split
 constexpr size_t kGroupBytes = 640 << 10;    // of panels that a pass of the rows uses: a third of the second level
 constexpr size_t kWidenedBytes = 768 << 10;  // of panels of 4-bit weights, widened
