@@ -144,9 +144,10 @@ void AttentionWork::make_tiles(const Batch& batch) {
 void AttentionWork::share_pairs() {
   for (int t = 0; t < (int)tiles.size(); t++)
     for (int b = tiles[t].first; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
+  divide_pairs();
   std::vector<int> owner(pairs.size());
   for (int thread = 0; thread < threads; thread++) {
-    const auto [p0, p1] = part((int)pairs.size(), thread, threads);
+    const auto [p0, p1] = pairs_of(thread);
     std::fill(owner.begin() + p0, owner.begin() + p1, thread);
   }
   int kept = 0;
@@ -171,6 +172,25 @@ void AttentionWork::share_pairs() {
   }
   if (kept * partial_floats() * sizeof(float) > partials.size())
     throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than its memory holds");
+}
+
+// Gives threads whole runs, which keep one result, if no thread then has over a thirtieth more than the most pairs of
+// an equal division.
+void AttentionWork::divide_pairs() {
+  const int count = (int)pairs.size(), most = (count + threads - 1) / threads;
+  std::vector<int> runs;  // where each begins, then where the last one ends
+  for (int p = 0; p < count; p++)
+    if (tiles[pairs[p].tile].begins_run(pairs[p].block)) runs.push_back(p);
+  runs.push_back(count);
+  ends.clear();
+  int longest = 0;
+  for (int thread = 0; thread < threads; thread++) {
+    const int begin = thread ? ends.back() : 0;
+    ends.push_back(runs[part((int)runs.size() - 1, thread, threads).second]);
+    longest = std::max(longest, ends.back() - begin);
+  }
+  if (30 * longest <= 31 * most) return;
+  for (int thread = 0; thread < threads; thread++) ends[thread] = part(count, thread, threads).second;
 }
 
 // Makes groups, longest contexts first. Groups that would keep one thread busy for long are divided between runs.

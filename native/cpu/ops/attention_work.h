@@ -15,6 +15,7 @@
 // merged is copied.
 #pragma once
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "batch/batch.h"
@@ -94,6 +95,8 @@ struct AttentionWork {
     int written, units, converted;
   };
   Done at(int position) const;
+  // If pairs are divided: those of a thread, [first, end).
+  std::pair<int, int> pairs_of(int thread) const { return {thread ? ends[thread - 1] : 0, ends[thread]}; }
   // If pairs are divided: how many of a run's blocks, from the first on, have one partial result.
   static int blocks_together(const TileBlock* run, int blocks);
   float* partial(int index) const { return partials.as<float>() + index * partial_floats(); }
@@ -105,6 +108,7 @@ struct AttentionWork {
   std::vector<Tile> tiles;
   bool by_pairs = false;
   std::vector<TileBlock> pairs;
+  std::vector<int> ends;        // of each thread's pairs
   std::vector<WorkUnit> units;  // roughly the most expensive first
   std::vector<int> shared;      // tiles that several threads share
   // Every sequence has one row, and one tile for each KV head. So the thread that attends to the last block can write
@@ -119,6 +123,7 @@ struct AttentionWork {
  private:
   void make_tiles(const Batch& batch);
   void share_pairs();
+  void divide_pairs();
   void make_units();
 };
 

@@ -396,7 +396,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
   const AttentionWork& work = *work_;
   const size_t floats = work.partial_floats();
   const Scratchpad s = scratch(thread);
-  const auto [p0, p1] = part((int)work.pairs.size(), thread, core_.pool.size());
+  const auto [p0, p1] = work.pairs_of(thread);
   AttentionTile converted;
   for (int p = p0; p < p1; p++) {
     const TileBlock &pair = work.pairs[p], &next = work.pairs[std::min(p + 1, p1 - 1)];
