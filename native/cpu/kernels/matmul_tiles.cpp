@@ -44,7 +44,7 @@ constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second 
 constexpr size_t kStayBytes = 1 << 20;       // at most
 constexpr int kWhole = 96, kCut = 32;        // steps up to which K is undivided, and of a split-K part otherwise
 constexpr int kCutRows = 256;                // rows of a block, if K is split
-constexpr size_t kGroupBytes = 640 << 10;    // of panels that a pass of the rows uses: a third of the second level
+constexpr size_t kGroupBytes = 320 << 10;    // of panels that a pass of the rows uses: a third of a thread's half
 constexpr size_t kWidenedBytes = 768 << 10;  // of panels of 4-bit weights, widened
 constexpr int kPrefetch = 4096;              // bytes ahead, if weights come from memory
 static_assert(NR == 2 * kAmxRows);
