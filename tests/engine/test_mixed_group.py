@@ -57,15 +57,15 @@ def test_what_the_group_shows(group, first):
     """Heartbeats bring the figures of ranks of experts to metrics and `allspark top`."""
     with Member(Target("a", group.address)) as member:
         def told() -> bool:
-            """Whether heartbeats have come that are not of the first steps, which have a row each."""
+            """Whether heartbeats of all ranks have come that are not of the first steps, which have a row each."""
             model, *experts = member.info().ranks
-            return (len(experts) == group.experts and model.wait_seconds > 0
-                    and all(rank.expert_rows > rank.expert_messages > 0 for rank in experts)
-                    and all(rank.compute_seconds > 0 and rank.wait_seconds > 0 for rank in experts))
+            return model.wait_seconds > 0 and [rank.expert_rows > rank.expert_messages > 0 and rank.compute_seconds > 0
+                                               for rank in experts] == [True] * group.experts
 
         wait_for(told, 30)
         model, *experts = member.info().ranks
-        assert model.expert_messages == 0
+        assert len(experts) == group.experts and model.expert_messages == 0 < model.wait_seconds
+        assert all(rank.compute_seconds > 0 and rank.wait_seconds > 0 for rank in experts)
         found = samples(metrics_of(group.address))
         assert found[("allspark_rank_expert_messages_total", ("rank", "1"))] >= experts[0].expert_messages
         assert "rows a layer" in top._top_table([member])[-1] or not member.info().models

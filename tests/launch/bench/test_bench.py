@@ -162,9 +162,8 @@ def test_static_on_the_shipped_model(capsys, tmp_path, adapters):
 
 
 def test_a_group(capsys, tmp_path):
-    # A long request alone: if other tests keep the machine busy, a short one may have ended before its first token, or
-    # that of another one, is read.
-    bench(capsys, "--formats", "bfloat16", "--cell", "1x8x1500", "--rounds", "1", "--ranks", "2", "--peer", "none",
+    # Long requests: if other tests keep the machine busy, a short one may have ended before the other's first token.
+    bench(capsys, "--formats", "bfloat16", "--cell", "2x8x1500", "--rounds", "1", "--ranks", "2", "--peer", "none",
           "--json", str(tmp_path / "out.json"))
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["settings"]["engine"] == "2 ranks" and found["results"][0]["decode"]["best"] > 0
