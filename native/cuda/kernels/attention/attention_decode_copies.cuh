@@ -1,9 +1,8 @@
 // Copies of keys and values to shared memory in decode attention (attention_decode.cuh).
 #pragma once
-#include <cuda.h>
-
 #include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/common/pipeline.cuh"
+#include "cuda/kernels/common/wgmma.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -52,7 +51,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
     const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
     const Extent extent(rows, splits.split());
-    const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // earlier positions are in the cache
+    const int known = extent.known(own);
     // Each lane has one of the KV split's spans, at most 16.
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
     const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
@@ -134,37 +133,13 @@ CUtensorMap boxes_of(const LayerCache& cache) {
   return map;
 }
 
-// Values in L2 that were read once make room first.
-__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int row, int span, uint32_t barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .b64 policy;\n"
-      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-      "[%1, {%2, %3, %2, %4}], [%5], policy; }" ::"r"(to),
-      "l"(&map), "r"(0), "r"(row), "r"(span), "r"(barrier)
-      : "memory");
-#endif
-}
-// Arrives, and lets the barrier wait for so many bytes of copies, too.
-__device__ inline void arrive_expecting(uint32_t barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("{ .reg .b64 state;\n mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes)
-               : "memory");
-#endif
-}
-
-// Lets the barrier wait for earlier copies of this thread (copy_16()), beside the arrivals that it expects.
-__device__ inline void arrive_too_with_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // The part of the one copying warp if the copy engine copies whole boxes. The warp itself copies the rows of a box that
 // reaches beyond the positions in the cache, and writes zeros for the others: what a span holds there may be NaN, whose
 // product with a weight of zero is none.
 template <int kDim>
 __device__ void copy_boxes(const Attention& a, const CUtensorMap& map, KvSplits splits, bool own, uint32_t full,
                            uint32_t empty, uint32_t ring, int stages) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<kDim, CacheType::dtype16, true>;
   constexpr int kBoxes = kTokens / S::kBoxRows, kChunks = S::kBytes / 16;
   const int lane = threadIdx.x % 32;
@@ -175,7 +150,7 @@ __device__ void copy_boxes(const Attention& a, const CUtensorMap& map, KvSplits 
     const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
     const Extent extent(rows, splits.split());
-    const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // earlier positions are in the cache
+    const int known = extent.known(own);
     // Each lane has one of the KV split's spans, at most 16.
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
     const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
@@ -204,13 +179,14 @@ __device__ void copy_boxes(const Attention& a, const CUtensorMap& map, KvSplits 
       }
       if (whole < kBoxes) arrive_too_with_copies(barrier);
       __syncwarp();
-      if (lane == 0) arrive_expecting(barrier, whole * S::kBox);
+      if (lane == 0) barrier_expect(barrier, whole * S::kBox);
       __syncwarp();
-      if (lane < whole) copy_box(to + lane * S::kBox, map, row, span, barrier);
+      if (lane < whole) copy_box(to + lane * S::kBox, map, row, span, barrier, evicted_first());
       place.advance(1, stages);
     }
   }
   commit_copies(), wait_copies<0>();
+#endif
 }
 
 }  // namespace decode

@@ -165,6 +165,8 @@ struct Extent {
     last = min(rows.last, begin + kKvSplitTokens - 1);
     blocks = (last - begin) / kTokens + 1;
   }
+  // Positions from here on are not in the cache. own: this kernel stores the own rows.
+  __device__ int known(bool own) const { return own ? min(start, last + 1) : last + 1; }
 };
 
 __device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }

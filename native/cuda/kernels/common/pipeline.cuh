@@ -16,6 +16,10 @@ __device__ inline void arrive(uint32_t barrier) {
 __device__ inline void arrive_with_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
+// Lets the barrier wait for earlier copies of this thread (copy_16()), beside the arrivals that it expects.
+__device__ inline void arrive_too_with_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ inline void wait_barrier(uint32_t barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"

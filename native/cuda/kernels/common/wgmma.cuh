@@ -1,5 +1,7 @@
 // Hopper instructions: wgmma, bulk copies, and their barriers.
 #pragma once
+#include <cuda.h>
+
 #include "cuda/kernels/common/waits.cuh"
 
 namespace as::cuda {
@@ -10,10 +12,10 @@ __device__ inline void barrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 __device__ inline void barriers_are_there() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ inline void barrier_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+__device__ inline void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+__device__ inline void barrier_expect(uint64_t* barrier, int bytes) { barrier_expect(shared_address(barrier), bytes); }
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -101,6 +103,15 @@ __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint6
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(to),
       "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
+// Copies a box of a tensor of four dimensions, from the beginning of the first and the third one.
+__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int second, int fourth, uint32_t barrier,
+                                uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3, %2, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(0), "r"(second), "r"(fourth), "r"(barrier), "l"(policy)
       : "memory");
 }
 // Copies to the same place in several CTAs of the cluster, and signals their barriers.
