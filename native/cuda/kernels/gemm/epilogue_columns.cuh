@@ -31,21 +31,25 @@ __device__ inline void epilogue_columns(const GemmArgs& p, int rows, int first_r
       sums[i] = __fmul_rn(sums[i], at < rows ? of_rows[at] : 0.0f);
     }
   }
-  if (p.gated) {
-    const int column = column_block * (kBlock / 2) + warp * 8 + lane / 4;
+  // The code runs once or twice in a launch, which fetches it anew. So it is a loop over some of the sums at a time,
+  // and the others move up in their registers.
+  constexpr int kTogether = kValues < 8 ? kValues : 8;
+#pragma unroll 1
+  for (int eight = 0; eight < kValues / 4; eight += kTogether / 4) {
+    const int at_row = row + eight * 8;
+    if (p.gated) {
+      const int column = column_block * (kBlock / 2) + warp * 8 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < kValues; i += 4)
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (const int at = row + i / 4 * 8 + j; at < rows && column < p.y.width)
-          finish_gated(p, at, column, sums[i + j], sums[i + 2 + j]);
-  } else {
-    constexpr int kTogether = kValues < 8 ? kValues : 8;
-#pragma unroll
-    for (int i = 0; i < kValues; i += kTogether)
-      finish<kTogether>(p, rows, p.w.n, sums + i, [&](int j) {
-        return Place{row + (i + j) / 4 * 8 + j % 2, column_block * kBlock + core + j % 4 / 2 * 8};
+      for (int i = 0; i < kTogether; i++)
+        if (const int at = at_row + i / 4 * 8 + i % 2; i % 4 < 2 && at < rows && column < p.y.width)
+          finish_gated(p, at, column, sums[i], sums[i + 2]);
+    } else {
+      finish<kTogether>(p, rows, p.w.n, sums, [&](int i) {
+        return Place{at_row + i / 4 * 8 + i % 2, column_block * kBlock + core + i % 4 / 2 * 8};
       });
+    }
+#pragma unroll
+    for (int i = 0; i + kTogether < kValues; i++) sums[i] = sums[i + kTogether];
   }
 }
 

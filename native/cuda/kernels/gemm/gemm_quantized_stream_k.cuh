@@ -2,16 +2,17 @@
 //
 // CTAs are persistent, and each computes an equal number of all steps of all tiles. A step is two blocks of K; a tile
 // is several columns (rows of the weights) by several rows of activations. Four warps copy steps to shared memory as
-// far ahead as there is room, across tiles. Warpgroups multiply 64 columns each with all rows: a warp dequantizes 16
-// columns to the first operand in registers while the previous product runs. float8 weights are read from shared memory
-// without conversion. Few rows are multiplied by mma.sync, which gives the same bits (except for float8) and takes
-// fewer instructions than wgmma's descriptors and waits.
+// far ahead as there is room, across tiles. Warpgroups multiply 64 columns each, or twice 64, with all rows: a warp
+// dequantizes 16 columns to the first operand in registers while the previous product runs. float8 weights are read
+// from shared memory without conversion. Few rows are multiplied by mma.sync, which gives the same bits (except for
+// float8) and takes fewer instructions than wgmma's descriptors and waits.
 //
-// A tile's sum over K consists of split-K parts (tiles.h). The last CTA to arrive adds them in ascending order. If one
-// part for each CTA keeps nearly all SMs busy, each CTA computes one part: hand-overs would cost more than unequal
-// work. If two CTAs share a part, one computes its beginning before all its other work and leaves the sums in global
-// memory; the other continues from them as its last work, long after. CTAs wait only for CTAs of lower numbers, which
-// have started before.
+// A tile's sum over K consists of split-K parts (tiles.h), which are added in ascending order. If one part for each CTA
+// keeps nearly all SMs busy, each CTA computes one part: hand-overs would cost more than unequal work. Then all CTAs
+// run at the same time. So those of a tile wait for each other, and each adds up the parts of some rows, eight at a
+// time. Otherwise the last CTA to arrive adds up all. If two CTAs share a part, one computes its beginning before all
+// its other work and leaves the sums in global memory; the other continues from them as its last work, long after.
+// These wait only for CTAs of lower numbers, which have started before.
 #pragma once
 #include <algorithm>
 
@@ -19,12 +20,11 @@
 #include "cuda/kernels/gemm/epilogue_columns.cuh"
 #include "cuda/kernels/gemm/quant_fragments.cuh"
 #include "cuda/kernels/gemm/quantize_chunks.cuh"
-#include "cuda/kernels/gemm/stream_k_scheduler.cuh"
+#include "cuda/kernels/gemm/stream_k_copies.cuh"
+#include "cuda/kernels/gemm/stream_k_sums.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
-
-constexpr int kGroupThreads = 128;
 
 // Formats of weights (kBits bits) and activations. kRowBytes: bytes of a row of a block of activations. kParts:
 // products of a block. kSets: sets of scales of a block. kSegments: within a split-K part, sums become floats and are
@@ -53,12 +53,13 @@ struct Floats {
   static constexpr SumScales kScales = kGroups ? SumScales::none : SumScales::columns_and_rows;
 };
 
-// kRows: rows of activations. kGroups: warpgroups that multiply, 64 columns each. kOwn: there is one row, which the
-// kernel normalizes and quantizes itself.
-template <class Format_, int kRows_, int kGroups_, bool kOwn_ = false>
+// kRows: rows of activations. kGroups: warpgroups that multiply, kColumnBlocks x 64 columns each. kOwn: there is one
+// row, which the kernel normalizes and quantizes itself.
+template <class Format_, int kRows_, int kGroups_, bool kOwn_ = false, int kColumnBlocks_ = 1>
 struct StreamKShape {
   using Format = Format_;
-  static constexpr int kRows = kRows_, kGroups = kGroups_;
+  static constexpr int kRows = kRows_, kGroups = kGroups_, kColumnBlocks = kColumnBlocks_;
+  static constexpr int kTileBlocks = kGroups * kColumnBlocks;  // blocks of 64 columns of a tile
   static constexpr bool kOwn = kOwn_;
   static constexpr int kWorkers = kGroupThreads * kGroups, kThreads = kWorkers + kGroupThreads;
   // Registers of a thread: at launch, as many as fit for all threads; then of a thread that multiplies and of one that
@@ -68,9 +69,12 @@ struct StreamKShape {
   static constexpr int kCopyRegisters = kGroups == 2 ? 56 : kGroups == 3 ? 56 : 64;
   static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= (kGroups + 1) * kLaunched);
   static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
-  // Few rows are multiplied by mma.sync, which takes fewer instructions. Not e4m3: wgmma's sums have other bits.
-  static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
-  // Bytes of a block: of rows, of their sums, of a warpgroup's quantized values, of a set of scales.
+  static constexpr bool kDequantizes = Format::kParts == 4;
+  // Few rows are multiplied by mma.sync, which takes fewer instructions. Where weights are dequantized, wgmma runs
+  // beside that. Not e4m3: wgmma's sums have other bits.
+  static constexpr bool kFew = kRows <= (kDequantizes ? 8 : 32) && !Format::kFloats;
+  static_assert(kColumnBlocks == 1 || (kDequantizes && !kFew));
+  // Bytes of a block: of rows, of their sums, of 64 columns' quantized values, of a set of scales.
   static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
   // Of integers sums, of floats scales of the rows.
   static constexpr int kSumsBytes = Format::kSegments && !kOwn && !Format::kWhole ? kRows * 4 : 0;
@@ -80,161 +84,16 @@ struct StreamKShape {
   static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = aligned(kSumsAt + kStepBlocks * kSumsBytes);
   static constexpr int kSetsAt = kStepBlocks * kQuantsBytes;
   static constexpr int kGroupBytes = kSetsAt + kStepBlocks * Format::kSets * kSetBytes;
-  static constexpr int kStageBytes = (kGroupsAt + kGroups * kGroupBytes + 1023) / 1024 * 1024;
+  static constexpr int kStageBytes = (kGroupsAt + kTileBlocks * kGroupBytes + 1023) / 1024 * 1024;
   static constexpr int kStages = (216 << 10) / kStageBytes < 16 ? (216 << 10) / kStageBytes : 16;
   static constexpr int kOwnAt = kStages * kStageBytes, kShared = kOwnAt + (kOwn ? kNormedBytes + kBehindRow : 0);
   using Normed = NormedChunks<kWorkers, kNormedBytes / kChunkColumns / kWorkers>;
-  static constexpr int kValues = kRows / 2;  // sums of a thread
-  static constexpr size_t kSums = (size_t)kWorkers * kValues;
+  static constexpr int kValues = kRows / 2;  // sums of a thread and a block of columns
+  static constexpr size_t kSums = (size_t)kWorkers * kColumnBlocks * kValues;
   static_assert(kStages >= 3 && kSums * (kHasSums ? 2 : 1) <= kScratchFloats && kGroups <= kScratchFlags);
 
-  static int tiles(int n, int rows) { return (blocks_of(n) + kGroups - 1) / kGroups * ((rows + kRows - 1) / kRows); }
+  static int tiles(int n, int rows) { return ceil_div(blocks_of(n), kTileBlocks) * ceil_div(rows, kRows); }
 };
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ inline void leave(int* flag) { asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory"); }
-// Not inlined: with a bounded loop inlined, ptxas spills up to 300 bytes of a thread's sums.
-static __device__ __noinline__ void take(int* flag, int* given_up) {
-  await_flag(flag, Waiter::gemm_quantized_stream_k, given_up);
-  asm volatile("st.relaxed.gpu.global.s32 [%0], 0;" ::"l"(flag) : "memory");
-}
-__device__ inline int arrive(int* count) {
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
-  return before;
-}
-__device__ inline void group_barrier(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
-}
-#endif
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr int kCopyWarps = kGroupThreads / 32;
-// The copies that a warp starts in each step: a warpgroup's quantized values, a warpgroup's scales, and some of the
-// rows. Everything that needs a division is computed at the beginning of a part: a division in each step would take
-// longer than copying the step's weights.
-template <class S>
-class StreamKCopies {
- public:
-  using Format = typename S::Format;
-
-  __device__ StreamKCopies(const GemmArgs& p, const StreamKScheduler& parts, int rows, const Steps& k,
-                           const Divisor& row_tiles, int warp)
-      : p_(p), parts_(parts), k_(k), row_tiles_(row_tiles), sets_(p.w.quants, k.blocks), rows_(rows), warp_(warp) {
-    begin();
-  }
-  __device__ bool there() const { return there_; }
-  __device__ void next() {
-    if (++step_ == part_.end) return begin();
-    quants_ += kStepBlocks * S::kQuantsBytes, x_ += kStepBlocks * kBlock * Format::kRowBytes;
-    if constexpr (Format::kSets) {
-      for (left_ -= kStepBlocks; left_ <= 0; left_ += sets_.blocks) set_ += sets_.each;
-    }
-  }
-  __device__ void fetch_weights(uint32_t to, uint64_t* full) const {
-    const int blocks = min(kStepBlocks, k_.blocks - step_ * kStepBlocks);
-    int sets = 0;
-    if constexpr (Format::kSets) sets = min(left_ == 1 && blocks > 1 ? 2 * sets_.each : sets_.each, sets_.count - set_);
-    if (warp_ == 0)
-      barrier_expect(full, blocks * (there_rows_ * S::kRowBytes + S::kSumsBytes + groups_ * S::kQuantsBytes) +
-                               groups_ * sets * S::kSetBytes);
-    const uint64_t policy = evicted_first();
-    to += S::kGroupsAt;
-    if (warp_ < groups_) copy_bulk(to + warp_ * S::kGroupBytes, quants_, blocks * S::kQuantsBytes, full, policy);
-    if constexpr (Format::kSets)
-      if (scaled() < groups_)
-        copy_bulk(to + scaled() * S::kGroupBytes + S::kSetsAt, scales_ + (size_t)set_ * S::kSetBytes,
-                  sets * S::kSetBytes, full, policy);
-  }
-  __device__ void fetch_rows(uint32_t to, uint64_t* full) const {
-    const int block = step_ * kStepBlocks + warp_ % kStepBlocks, i = warp_ / kStepBlocks;
-    if (block >= k_.blocks) return;
-    if (own_rows_ > 0)
-      copy_bulk(to + warp_ % kStepBlocks * S::kRowsBytes + i * kBlock * Format::kRowBytes, x_,
-                own_rows_ * Format::kRowBytes, full);
-    if (S::kSumsBytes && i == 1)
-      copy_bulk(to + S::kSumsAt + warp_ % kStepBlocks * S::kSumsBytes,
-                reinterpret_cast<const char*>(p_.bytes.sums + (size_t)block * (blocks_of(rows_) * kBlock) + row_),
-                S::kSumsBytes, full);
-  }
-
- private:
-  // The warpgroup whose scales this warp copies: with two warpgroups, by a warp that copies no quantized values.
-  __device__ int scaled() const { return kCopyWarps - 1 - warp_; }
-  __device__ void begin() {
-    there_ = parts_.next(part_);
-    if (!there_) return;
-    step_ = part_.begin;
-    const int tile = row_tiles_(part_.tile), column_block = tile * S::kGroups;
-    const int block = step_ * kStepBlocks, i = warp_ / kStepBlocks;
-    row_ = (part_.tile - tile * row_tiles_.by()) * S::kRows, there_rows_ = min(S::kRows, rows_ - row_);
-    own_rows_ = i * kBlock < S::kRows ? min(kBlock, there_rows_ - i * kBlock) : 0;
-    groups_ = min(S::kGroups, blocks_of(p_.w.n) - column_block);
-    const Quants& quants = p_.w.quants;
-    quants_ = reinterpret_cast<const char*>(quants.words) +
-              ((size_t)(column_block + warp_) * k_.blocks + block) * S::kQuantsBytes;
-    scales_ =
-        reinterpret_cast<const char*>(quants.scales) + (size_t)(column_block + scaled()) * quants.groups * S::kSetBytes;
-    const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p_.x.tiles)
-                                        : reinterpret_cast<const char*>(p_.bytes.values);
-    x_ = x + (((size_t)(row_ / kBlock + i) * k_.blocks + block + warp_ % kStepBlocks) * kBlock + row_ % kBlock) *
-                 Format::kRowBytes;
-    if constexpr (Format::kSets) {
-      const int before = sets_.blocks == 1 ? block : block / sets_.blocks;
-      set_ = before * sets_.each, left_ = (before + 1) * sets_.blocks - block;
-    }
-  }
-
-  const GemmArgs& p_;
-  StreamKScheduler parts_;
-  StreamKUnit part_;
-  const Steps& k_;
-  const Divisor& row_tiles_;
-  const ScaleSets sets_;
-  const int rows_, warp_;
-  const char *quants_, *scales_, *x_;
-  int step_, row_, there_rows_, own_rows_, groups_, set_, left_;  // left_: blocks left of the set, from the step on
-  bool there_;
-};
-#endif
-
-template <typename Sum, int kValues>
-__device__ inline void clear(Sum (&d)[kValues]) {
-#pragma unroll
-  for (int i = 0; i < kValues; i++) d[i] = 0;
-}
-
-// Adds all split-K parts in ascending order. With few values, all loads are issued before the first addition.
-template <int kValues, int kStride, size_t kPiece>
-__device__ inline void add_parts(const float* from, int k_parts, float (&sums)[kValues]) {
-  if constexpr (kValues <= 16) {
-    constexpr int kTogether = 4;
-#pragma unroll
-    for (int first = 0; first < kValues; first += kTogether) {
-      float all[kMaxQuantSplitK][kTogether];
-#pragma unroll
-      for (int k_part = 0; k_part < kMaxQuantSplitK; k_part++)
-#pragma unroll
-        for (int i = 0; i < kTogether; i++)
-          if (k_part < k_parts) all[k_part][i] = __ldcg(from + k_part * kPiece + (first + i) * kStride);
-#pragma unroll
-      for (int i = 0; i < kTogether; i++) sums[first + i] = all[0][i];
-#pragma unroll
-      for (int k_part = 1; k_part < kMaxQuantSplitK; k_part++)
-#pragma unroll
-        for (int i = 0; i < kTogether; i++)
-          if (k_part < k_parts) sums[first + i] = __fadd_rn(sums[first + i], all[k_part][i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kValues; i++) sums[i] = __ldcg(from + i * kStride);
-    for (int k_part = 1; k_part < k_parts; k_part++) {
-      from += kPiece;
-#pragma unroll
-      for (int i = 0; i < kValues; i++) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * kStride));
-    }
-  }
-}
 
 // Data of the single row that products do not read: its scale and, at segments' last blocks, sums of integers or scales
 // of floats.
@@ -280,7 +139,8 @@ __device__ __forceinline__ void make_row(const GemmArgs& p, const Segments& segm
 }
 #endif
 
-template <typename S>
+// kTogether: each CTA computes one split-K part (StreamKSplit::k_parts), and the CTAs of a tile add up its parts.
+template <typename S, bool kTogether>
 __global__ void __launch_bounds__(S::kThreads, 1)
     quantized_stream_k_kernel(const __grid_constant__ GemmArgs p, int rows, const __grid_constant__ Steps k,
                               const __grid_constant__ Divisor row_tiles, Segments segments, Scratch scratch,
@@ -311,7 +171,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
     // One thread of each warp starts the copies of that warp.
     if (!elected()) return;
-    static_assert(kGroups <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
+    static_assert(S::kTileBlocks <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
     StreamKCopies<S> ahead(p, all, rows, k, row_tiles, (threadIdx.x - S::kWorkers) / 32);
     StreamKCopies<S> behind = ahead;
     // Weights are prefetched before the previous kernel has written the rows.
@@ -333,12 +193,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if constexpr (S::kOwn) make_row<S>(p, segments, shared + S::kOwnAt, made);
     else await_previous();
     const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
-    typename Format::Sum d[kValues];
+    typename Format::Sum d[S::kColumnBlocks][kValues];
     float total[Format::kSegments ? kValues : 1];
     int segment_end = 0;  // last block of the current segment
     const ScaleSets sets(quants, k.blocks);
     const bool regular = sets.regular();
-    const StepGemm<S> products(sets, sets.second(), group, warp, lane);
+    const StepGemm<S> products(sets, sets.second(), group * S::kColumnBlocks, warp, lane);
     // Steps of two whole blocks with regular sets of scales; all others are computed block by block.
     const int whole_steps = Format::kSegments || !regular ? 0 : p.w.k / (kStepBlocks * kBlock);
     // The first set of scales of block j of a stage; `block`: its number in K.
@@ -349,25 +209,24 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto quants_at = [&](int stage, int j) {
       return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kQuantsBytes;
     };
-    // Loads block j of a stage as the product's first operand; `block`: its number in K.
-    const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
-      if constexpr (Format::kFloats) return;  // wgmma reads them from shared memory
-      if constexpr (Format::kSegments) {
-        load_integers<kBits>(shared + quants_at(stage, j) + warp * (S::kQuantsBytes / 4), a);
-      } else if constexpr (!Format::kFloats) {
-        const uint32_t at = stages + stage * S::kStageBytes;
-        if (j == 0 || regular) products.weights(at, j, a);
-        else products.weights(at, j, sets.second(block - 1), a);
+    // Loads block j of a stage as the product's first operand; `block`: its number in K. column_block: of the group's.
+    const auto load = [&](int stage, int j, int block, int column_block, uint32_t(&a)[Format::kParts][4]) {
+      if constexpr (S::kDequantizes) {
+        const uint32_t at = stages + stage * S::kStageBytes + column_block * S::kGroupBytes;
+        products.weights(at, j, j ? sets.second(block - 1) : 0, a);
         if (const int there = p.w.k - block * kBlock; there < kBlock) {
 #pragma unroll
           for (int i = 0; i < 4; i++) cut_fragment(a[i], there - i * 16);
         }
+      } else if constexpr (!Format::kFloats) {  // wgmma reads these from shared memory
+        load_integers<kBits>(shared + quants_at(stage, j) + warp * (S::kQuantsBytes / 4), a);
       }
     };
     // The rows of block j of a stage, or that block of the single row.
     const auto rows_at = [&](int stage, int j, int block) {
       return stages + (S::kOwn ? S::kOwnAt + block * kBlock : stage * S::kStageBytes + j * S::kRowsBytes);
     };
+    // Products of bytes.
     const auto multiply = [&](int stage, int j, int block, bool adds, uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = rows_at(stage, j, block);
       begin_wgmma();
@@ -375,22 +234,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       for (int i = 0; i < Format::kParts; i++) {
         if constexpr (Format::kFloats)
           Float8Tile<kRows>::multiply(
-              d, byte_descriptor(stages + quants_at(stage, j) + i * kStepBytes),
+              d[0], byte_descriptor(stages + quants_at(stage, j) + i * kStepBytes),
               S::kOwn ? row_descriptor(x + i * kStepBytes) : byte_descriptor(x + i * kStepBytes), i > 0 || adds);
         else if constexpr (Format::kSegments)
-          ByteTile<kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
-        else RegisterTile<kRows>::multiply(d, a[i], descriptor(x + i * kStepBytes), i > 0 || adds);
+          ByteTile<kRows>::multiply(d[0], a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
       }
       commit_wgmma();
     };
     const auto multiply_few = [&](int stage, int j, int block, const uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = rows_at(stage, j, block);
-      if constexpr (Format::kParts == 4) {
-        products.multiply(x, a, d);
+      if constexpr (S::kDequantizes) {
+        products.multiply(x, a, d[0]);
       } else {
 #pragma unroll
         for (int t = 0; t < kRows / 8; t++) {
-          auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
+          auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[0][4 * t]);
           uint32_t y[4];
           load_cores(y, S::kOwn ? x + lane / 8 * kChunkColumns
                                 : x + t * 8 * Format::kRowBytes + byte_chunk(lane % 8, lane / 8));
@@ -419,8 +277,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           if constexpr (S::kOwn) activations.x = activations.y = (float)made.sums[block];
           else activations = of_rows[i / 4 * 4 + lane % 4];
           const float of_row = i % 2 ? activations.y : activations.x;
-          if constexpr (Format::kFloats) add_group(total[i], __uint_as_float(of_weights), of_row, d[i]);
-          else add_segment(total[i], of_weights, d[i], of_row);
+          if constexpr (Format::kFloats) add_group(total[i], __uint_as_float(of_weights), of_row, d[0][i]);
+          else add_segment(total[i], of_weights, d[0][i], of_row);
         }
         return true;
       }
@@ -430,7 +288,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto left_by = [&](int block) { return scratch.sums + block * kScratchFloats + threadIdx.x; };
     StreamKScheduler parts = all;
     for (StreamKUnit part; parts.next(part);) {
-      const int tile = row_tiles(part.tile), column_block = tile * kGroups + group;
+      const int tile = row_tiles(part.tile), column_block = tile * S::kTileBlocks + group * S::kColumnBlocks;
       const int row = (part.tile - tile * row_tiles.by()) * kRows;
       const bool own = column_block < column_blocks;  // otherwise the columns are beyond the last
       if constexpr (Format::kWhole) {
@@ -438,100 +296,188 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (own) of_tile = *reinterpret_cast<const uint2*>(scales);
         first_row = row;
       }
-      if (part.begin > part.first) {
+      if (!kTogether && part.begin > part.first) {
         int* flag = scratch.flags + (blockIdx.x - 1) * kScratchFlags + group;
         if (own && thread == 0) take(flag, scratch.given_up);
         group_barrier(group);
         const float* from = left_by(blockIdx.x - 1);
 #pragma unroll
-        for (int i = 0; i < kValues; i++) {
-          if constexpr (Format::kSegments) total[i] = __ldcg(from + i * S::kWorkers);
-          if constexpr (!Format::kSegments) d[i] = __ldcg(from + i * S::kWorkers);
-          else if constexpr (S::kHasSums) d[i] = __float_as_int(__ldcg(from + (kValues + i) * S::kWorkers));
-        }
+        for (int c = 0; c < S::kColumnBlocks; c++)
+#pragma unroll
+          for (int i = 0; i < kValues; i++) {
+            const float* at = from + (c * kValues + i) * S::kWorkers;
+            if constexpr (Format::kSegments) total[i] = __ldcg(at);
+            if constexpr (!Format::kSegments) d[c][i] = __ldcg(at);
+            else if constexpr (S::kHasSums) d[c][i] = __float_as_int(__ldcg(at + kValues * S::kWorkers));
+          }
       } else if constexpr (Format::kSegments) {
 #pragma unroll
         for (int i = 0; i < kValues; i++) total[i] = 0;
       }
-      if constexpr (!S::kFew) settle(d);
+      if constexpr (S::kFew || S::kDequantizes) {
+        if (part.begin == part.first)
+#pragma unroll
+          for (int c = 0; c < S::kColumnBlocks; c++) clear(d[c]);
+      }
+      if constexpr (!S::kFew)
+#pragma unroll
+        for (int c = 0; c < S::kColumnBlocks; c++) settle(d[c]);
       if constexpr (Format::kSegments) segment_end = segments.end(part.begin * kStepBlocks);
       // Whether products are added to existing sums.
       bool adds = part.begin > part.first;
       if constexpr (Format::kSegments)
         adds = adds && segments.begin(part.begin * kStepBlocks) < part.begin * kStepBlocks;
       if constexpr (S::kFew) {
-        if (!adds) clear(d);
+        if (!adds) clear(d[0]);
         for (int step = part.begin; step < part.end; step++, ring.next()) {
           const int first = step * kStepBlocks;
           barrier_wait(full_at + ring.stage * 8, ring.parity);
           if (step < whole_steps) {
-            if constexpr (Format::kParts == 4) products.multiply(stages + ring.stage * S::kStageBytes, d);
+            if constexpr (S::kDequantizes) products.multiply(stages + ring.stage * S::kStageBytes, d[0]);
           } else {
 #pragma unroll
             for (int j = 0; j < kStepBlocks; j++) {
               if (first + j >= k.blocks) break;
               uint32_t a[Format::kParts][4];
-              load(ring.stage, j, first + j, a);
+              load(ring.stage, j, first + j, 0, a);
               multiply_few(ring.stage, j, first + j, a);
-              if (end_segment(ring.stage, j, first + j)) clear(d);
+              if (end_segment(ring.stage, j, first + j)) clear(d[0]);
             }
           }
           __syncwarp();
           if (lane == 0) barrier_arrive(empty_at + ring.stage * 8);
         }
+      } else if constexpr (S::kDequantizes) {
+        // Two products are under way at a time, each with weights in registers of its own.
+        uint32_t a[2][4][4];
+        int step = part.begin, last = -1;  // last: the stage that earlier products still read
+        // Descriptor of a stage's rows, computed once for a warp.
+        const auto rows_of = [&](int stage) {
+          return descriptor(stages + __shfl_sync(~0u, stage, 0) * S::kStageBytes);
+        };
+        const auto free_last = [&] {
+          if (last >= 0 && lane == 0) barrier_arrive(empty_at + last * 8);
+        };
+#pragma unroll 1
+        for (; step < min(part.end, whole_steps); step++, ring.next()) {
+          barrier_wait(full_at + ring.stage * 8, ring.parity);
+          const uint32_t stage = stages + ring.stage * S::kStageBytes;
+          const uint64_t in_rows = rows_of(ring.stage);
+#pragma unroll
+          for (int i = 0; i < kStepBlocks * S::kColumnBlocks; i++)
+            products.multiply_wide(stage, in_rows, i / S::kColumnBlocks, i % S::kColumnBlocks, a[i % 2],
+                                   d[i % S::kColumnBlocks], [&] {
+                                     if (i == 1) free_last();
+                                   });
+          last = ring.stage;
+        }
+        wait_wgmma<0>();
+#pragma unroll
+        for (int c = 0; c < S::kColumnBlocks; c++) settle(d[c]);
+        free_last();
+        for (; step < part.end; step++, ring.next()) {
+          barrier_wait(full_at + ring.stage * 8, ring.parity);
+#pragma unroll 1
+          for (int j = 0; j < min(kStepBlocks, k.blocks - step * kStepBlocks); j++)
+#pragma unroll
+            for (int c = 0; c < S::kColumnBlocks; c++) {
+              load(ring.stage, j, step * kStepBlocks + j, c, a[0]);
+              products.multiply_wide(rows_of(ring.stage) + j * (S::kRowsBytes >> 4), a[0], d[c]);
+              wait_wgmma<0>();
+              settle(d[c]);
+            }
+          __syncwarp();
+          if (lane == 0) barrier_arrive(empty_at + ring.stage * 8);
+        }
       } else {
-        uint32_t a[kStepBlocks][Format::kParts][4];  // one is dequantized while the other is multiplied
+        uint32_t a[kStepBlocks][Format::kParts][4];  // one is loaded while the other is multiplied
         barrier_wait(&full[ring.stage], ring.parity);
-        load(ring.stage, 0, part.begin * kStepBlocks, a[0]);
+        load(ring.stage, 0, part.begin * kStepBlocks, 0, a[0]);
         for (int step = part.begin; step < part.end; step++) {
           const int stage = ring.stage, block = step * kStepBlocks;
           const bool both = block + 1 < k.blocks;
           multiply(stage, 0, block, adds, a[0]);
-          if (both) load(stage, 1, block + 1, a[1]);
+          if (both) load(stage, 1, block + 1, 0, a[1]);
           if (Format::kFloats && both) {  // both blocks of a step are in one segment
             adds = true;
           } else {
             wait_wgmma<0>();
-            settle(d);
+            settle(d[0]);
             adds = !end_segment(stage, 0, block);
           }
           if (both) multiply(stage, 1, block + 1, adds, a[1]);
           ring.next();
           if (step + 1 < part.end) {
             barrier_wait(&full[ring.stage], ring.parity);
-            load(ring.stage, 0, block + kStepBlocks, a[0]);
+            load(ring.stage, 0, block + kStepBlocks, 0, a[0]);
           }
           wait_wgmma<0>();
-          settle(d);
+          settle(d[0]);
           if (both) adds = !end_segment(stage, 1, block + 1);
           __syncwarp();
           if (lane == 0) barrier_arrive(&empty[stage]);
         }
       }
       if (!own) continue;
-      if (part.end < part.last) {
-        float* to = left_by(blockIdx.x);
+      // A thread's sums in memory are kWorkers apart, those of a block of columns after those of the one before.
+      const auto leave_sums = [&](float* to) {
 #pragma unroll
-        for (int i = 0; i < kValues; i++) {
-          if constexpr (Format::kSegments) __stcg(to + i * S::kWorkers, total[i]);
-          if constexpr (!Format::kSegments) __stcg(to + i * S::kWorkers, d[i]);
-          else if constexpr (S::kHasSums) __stcg(to + (kValues + i) * S::kWorkers, __int_as_float(d[i]));
-        }
+        for (int c = 0; c < S::kColumnBlocks; c++)
+#pragma unroll
+          for (int i = 0; i < kValues; i++) {
+            if constexpr (Format::kSegments) __stcg(to + i * S::kWorkers, total[i]);
+            else __stcg(to + (c * kValues + i) * S::kWorkers, d[c][i]);
+          }
+      };
+      if (!kTogether && part.end < part.last) {
+        float* to = left_by(blockIdx.x);
+        leave_sums(to);
+        if constexpr (S::kHasSums)
+#pragma unroll
+          for (int i = 0; i < kValues; i++) __stcg(to + (kValues + i) * S::kWorkers, __int_as_float(d[0][i]));
         group_barrier(group);
         if (thread == 0) leave(scratch.flags + blockIdx.x * kScratchFlags + group);
         continue;
       }
-      float sums[kValues];
+      const float* of_rows = S::kOwn ? &made.scale : p.bytes.scales;
+      float* parts_at = scratch.k_parts + threadIdx.x;
+      if constexpr (kTogether) {
+        parts_at += (size_t)part.tile * k.k_parts * S::kSums;
+        leave_sums(parts_at + part.k_part * S::kSums);
+        group_barrier(group);
+        const int eights = (min(kRows, rows - row) + 7) / 8;
+        int* count = scratch.arrivals + part.tile * kGroups + group;
+        if (thread == 0) arrived[group] = arrive_and_wait(count, k.k_parts, eights, scratch.given_up);
+        group_barrier(group);
+        const int first = arrived[group];
+        if (first >= eights) return;
+        // The last CTA that has waited sets the count back, after its sums: that it is the last is known late.
+        const int adding = min(k.k_parts, eights);
+        int gone = 0;
+        if (adding > 1 && thread == 0) gone = atomicAdd(count, kLeaving) / kLeaving;
+#pragma unroll 1
+        for (int eight = first; eight < eights; eight += k.k_parts)
 #pragma unroll
-      for (int i = 0; i < kValues; i++) {
-        if constexpr (Format::kSegments) sums[i] = total[i];
-        else sums[i] = d[i];
-      }
-      if (k.k_parts > 1) {
+          for (int c = 0; c < S::kColumnBlocks; c++) {
+            float sums[4];
+            add_parts<4, S::kWorkers, S::kSums>(parts_at + (c * kValues + 4 * eight) * S::kWorkers, k.k_parts, sums);
+            epilogue_columns<Format::kScales>(p, rows, row + 8 * eight, column_block + c, sums, of_rows);
+          }
+        if (thread == 0 && gone == adding - 1) *count = 0;
+        return;
+      } else {
+        if (k.k_parts == 1) {
+#pragma unroll
+          for (int c = 0; c < S::kColumnBlocks; c++) {
+            if constexpr (Format::kSegments)
+              epilogue_columns<Format::kScales>(p, rows, row, column_block, total, of_rows);
+            else epilogue_columns<Format::kScales>(p, rows, row, column_block + c, d[c], of_rows);
+          }
+          continue;
+        }
         const int place = shares.of == StreamKSplit::tiles ? blockIdx.x : part.tile;
-        float* to = scratch.k_parts + ((size_t)place * k.k_parts + part.k_part) * S::kSums + threadIdx.x;
-#pragma unroll
-        for (int i = 0; i < kValues; i++) __stcg(to + i * S::kWorkers, sums[i]);
+        parts_at += (size_t)place * k.k_parts * S::kSums;
+        leave_sums(parts_at + part.k_part * S::kSums);
         group_barrier(group);
         if (thread == 0) {
           int* count = scratch.arrivals + place * kGroups + group;
@@ -540,50 +486,82 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
         group_barrier(group);
         if (arrived[group] != k.k_parts - 1) continue;
-        const float* from = scratch.k_parts + (size_t)place * k.k_parts * S::kSums + threadIdx.x;
-        add_parts<kValues, S::kWorkers, S::kSums>(from, k.k_parts, sums);
+#pragma unroll 1
+        for (int c = 0; c < S::kColumnBlocks; c++) {
+          float sums[kValues];
+          add_parts<kValues, S::kWorkers, S::kSums>(parts_at + c * kValues * S::kWorkers, k.k_parts, sums);
+          epilogue_columns<Format::kScales>(p, rows, row, column_block + c, sums, of_rows);
+        }
       }
-      epilogue_columns<Format::kScales>(p, rows, row, column_block, sums, S::kOwn ? &made.scale : p.bytes.scales);
     }
   }
 #endif
 }
 
+// Whether there is a CTA for each split-K part.
 template <typename S>
+bool fits_alone(const GemmArgs& p, int rows) {
+  const int k_parts = SplitK(p.w.k, p.w.max_split_k).count;
+  return k_parts > 1 && S::tiles(p.w.n, rows) * k_parts <= std::min(sm_count(), kScratchCtas);
+}
+
+template <typename S, bool kAlone>
 void start_stream_k_tiles(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const int tiles = S::tiles(p.w.n, rows), most = std::min(sm_count(), kScratchCtas);
   const size_t tile_sums = S::kSums * k.count;
+  static_assert(kScratchCtas * S::kSums <= kScratchParts);  // enough for kAlone
   // Without scratch memory for the split-K parts of all tiles, CTAs compute whole tiles. Otherwise there are so few
   // CTAs that at most two share a split-K part.
-  StreamKSplit of = StreamKSplit::steps;
+  StreamKSplit of = kAlone ? StreamKSplit::k_parts : StreamKSplit::steps;
   int blocks =
       (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * steps_of(k.blocks) / steps_of(k.length)));
-  if (k.count > 1 && tiles * tile_sums > kScratchParts)
+  if (!kAlone && k.count > 1 && tiles * tile_sums > kScratchParts)
     of = StreamKSplit::tiles, blocks = std::min({most, tiles, (int)(kScratchParts / tile_sums)});
-  else if (tiles * k.count <= most) of = StreamKSplit::k_parts;
   const StreamKPartition shares(of, tiles, k, blocks);
-  start(queue, quantized_stream_k_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
+  // The parts of eight rows are added up by one CTA in any case.
+  constexpr bool kTogether = kAlone && S::kRows > 8;
+  start(queue, quantized_stream_k_kernel<S, kTogether>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
         Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, k), queue.scratch, shares);
 }
+template <typename S>
+void start_narrow(const GemmArgs& p, int rows, const Queue& queue) {
+  fits_alone<S>(p, rows) ? start_stream_k_tiles<S, true>(p, rows, queue)
+                         : start_stream_k_tiles<S, false>(p, rows, queue);
+}
 
-// The widest tiles of which there are enough: rows are read again for each tile.
+// The widest tiles of which there are enough: rows are read again for each tile. Alone: for CTAs of one split-K part.
+template <class Alone, class Wide, class Narrow>
+void start_widest(const GemmArgs& p, int rows, const Queue& queue) {
+  const int sms = sm_count(), k_parts = SplitK(p.w.k, p.w.max_split_k).count;
+  if (fits_alone<Alone>(p, rows) && Alone::tiles(p.w.n, rows) * k_parts >= sms * 2 / 3)
+    start_stream_k_tiles<Alone, true>(p, rows, queue);
+  else if (Wide::tiles(p.w.n, rows) >= sms) start_stream_k_tiles<Wide, false>(p, rows, queue);
+  else start_narrow<Narrow>(p, rows, queue);
+}
 template <class Format, int kRows, int kMaxGroups, bool kOwn = false>
 void start_stream_k_rows(const GemmArgs& p, int rows, const Queue& queue) {
   using Wide = StreamKShape<Format, kRows, kMaxGroups, kOwn>;
-  const int k_parts = Wide::tiles(p.w.n, rows) * SplitK(p.w.k, p.w.max_split_k).count;
-  const bool alone = k_parts <= sm_count() && k_parts >= sm_count() * 2 / 3;
-  if (alone || Wide::tiles(p.w.n, rows) >= sm_count()) start_stream_k_tiles<Wide>(p, rows, queue);
-  else start_stream_k_tiles<StreamKShape<Format, kRows, 2, kOwn>>(p, rows, queue);
+  start_widest<Wide, Wide, StreamKShape<Format, kRows, 2, kOwn>>(p, rows, queue);
 }
 
 template <class Format>
 void start_quantized_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
-  if (rows <= 8) start_stream_k_rows<Format, 8, 4>(p, rows, queue);
-  else if (rows <= 16) start_stream_k_rows<Format, 16, 4>(p, rows, queue);
-  else if (rows <= 32) start_stream_k_rows<Format, 32, 4>(p, rows, queue);
-  else if (rows <= 64) start_stream_k_rows<Format, 64, 3>(p, rows, queue);
-  else start_stream_k_tiles<StreamKShape<Format, 128, 2>>(p, rows, queue);
+  if (rows <= 8) return start_stream_k_rows<Format, 8, 4>(p, rows, queue);
+  if (rows <= 16) return start_stream_k_rows<Format, 16, 4>(p, rows, queue);
+  if (rows <= 32) return start_stream_k_rows<Format, 32, 4>(p, rows, queue);
+  if constexpr (Format::kParts == 4) {
+    // As measured: of one split-K part registers hold more sums than of several.
+    if (rows <= 64)
+      start_widest<StreamKShape<Format, 64, 4>, StreamKShape<Format, 64, 3>, StreamKShape<Format, 64, 2>>(p, rows,
+                                                                                                          queue);
+    else
+      start_widest<StreamKShape<Format, 128, 2, false, 2>, StreamKShape<Format, 128, 3>, StreamKShape<Format, 128, 2>>(
+          p, rows, queue);
+  } else {
+    if (rows <= 64) start_stream_k_rows<Format, 64, 3>(p, rows, queue);
+    else start_narrow<StreamKShape<Format, 128, 2>>(p, rows, queue);
+  }
 }
 
 }  // namespace AS_DTYPE16

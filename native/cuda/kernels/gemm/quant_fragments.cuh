@@ -1,5 +1,7 @@
-// Products of quantized weights and few rows of bfloat16 activations, both in shared memory, by mma.sync.
+// Products of quantized weights and bfloat16 activations, both in shared memory: of few rows by mma.sync, of more by
+// wgmma. Both give the same bits.
 #pragma once
+#include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as::cuda {
@@ -35,9 +37,12 @@ class StepGemm {
       : quants_(S::kGroupsAt + group * S::kGroupBytes + (warp * Lane::kLoads * 32 + lane) * 16),
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
         second_(scales_ + second * S::kSetBytes),
-        each_(sets.each),
-        x_{(uint32_t)chunk_offset(lane % 8, lane / 8), (uint32_t)chunk_offset(lane % 8, 4 + lane / 8)} {
-    keep(quants_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
+        each_(sets.each) {
+    keep(quants_), keep(scales_), keep(second_);
+    if constexpr (S::kFew) {
+      for (int i = 0; i < 2; i++) x_[i] = chunk_offset(lane % 8, 4 * i + lane / 8);
+      keep(x_[0]), keep(x_[1]);
+    }
   }
 
   // The weights of block j of a step as mma.sync's first operands. stage: address of the step. further: distance in
@@ -72,6 +77,30 @@ class StepGemm {
       }
     }
   }
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // The same by wgmma: begins the products of block j of a step and of 64 columns of the warpgroup's, and waits for all
+  // earlier products but the last. So the block's weights are recovered while that one runs. a: has the weights of the
+  // products before the last. freed(): called when these have ended.
+  template <typename Freed>
+  __device__ __forceinline__ void multiply_wide(uint32_t stage, uint64_t rows, int j, int column_block,
+                                                uint32_t (&a)[4][4], float (&d)[S::kRows / 2],
+                                                const Freed& freed) const {
+    const Block block = read(stage + column_block * S::kGroupBytes, j, j ? second_ : scales_);
+    wait_wgmma<1>();
+    freed();
+    weights(block, a);
+    multiply_wide(rows + j * (S::kRowsBytes >> 4), a, d);
+  }
+  // rows: descriptor of a block's rows.
+  static __device__ __forceinline__ void multiply_wide(uint64_t rows, const uint32_t (&a)[4][4],
+                                                       float (&d)[S::kRows / 2]) {
+    begin_wgmma();
+#pragma unroll
+    for (int i = 0; i < 4; i++) RegisterTile<S::kRows>::multiply(d, a[i], rows + i * (kStepBytes >> 4), 1);
+    commit_wgmma();
+  }
+#endif
 
  private:
   struct Block {
