@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __shared__ OwnRow<S> made;
   const int column_blocks = blocks_of(p.w.n);
   const StreamKScheduler all(k, shares);
-  const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
+  const int group = warpgroup(), lane = threadIdx.x % 32;
   uint32_t stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
   // Keeps these in registers: the compiler would compute them again in every step.
   asm volatile("" : "+r"(stages), "+r"(full_at), "+r"(empty_at));
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
             for (int c = 0; c < S::kColumnBlocks; c++) {
               load(ring.stage, j, step * kStepBlocks + j, c, a[0]);
-              products.multiply_wide(rows_of(ring.stage) + j * (S::kRowsBytes >> 4), a[0], d[c]);
+              products.multiply_wide(rows_of(ring.stage) + (j * S::kRowsBytes >> 4), a[0], d[c]);
               wait_wgmma<0>();
               settle(d[c]);
             }

@@ -90,14 +90,14 @@ class StepGemm {
     wait_wgmma<1>();
     freed();
     weights(block, a);
-    multiply_wide(rows + j * (S::kRowsBytes >> 4), a, d);
+    multiply_wide(rows + (j * S::kRowsBytes >> 4), a, d);
   }
   // rows: descriptor of a block's rows.
   static __device__ __forceinline__ void multiply_wide(uint64_t rows, const uint32_t (&a)[4][4],
                                                        float (&d)[S::kRows / 2]) {
     begin_wgmma();
 #pragma unroll
-    for (int i = 0; i < 4; i++) RegisterTile<S::kRows>::multiply(d, a[i], rows + i * (kStepBytes >> 4), 1);
+    for (int i = 0; i < 4; i++) RegisterTile<S::kRows>::multiply(d, a[i], rows + (i * kStepBytes >> 4), 1);
     commit_wgmma();
   }
 #endif

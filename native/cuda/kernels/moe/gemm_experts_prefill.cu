@@ -22,7 +22,7 @@ template <int kRows_, int kGroups_, bool kMx_ = false, bool kChooses_ = false>
 struct Shape {
   static constexpr bool kChooses = kChooses_;
   static constexpr int kRows = kRows_, kGroups = kGroups_, kCopiers = 128, kThreads = kCopiers + 128 * kGroups;
-  static constexpr bool kMx = kMx_, kFew = kMx && kRows <= 32;
+  static constexpr bool kMx = kMx_, kFew = kMx && kRows <= 16;
   // Blocks of K of a stage; bytes of the weights of a block and of a warpgroup's share of a stage.
   static constexpr int kDepth = !kMx   ? 1
                                 : kFew ? 4
@@ -134,8 +134,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if constexpr (S::kChooses) tiles = chosen.count;
   else tiles = __ldcg(r.tile_count);
   const int items = tiles * columns, column_blocks = blocks_of(p.w.n);
-  const int group = (int)threadIdx.x / 128 - 1, thread = threadIdx.x % 128,
-            stages_of_k = (blocks + S::kDepth - 1) / S::kDepth;
+  const int group = warpgroup() - 1, thread = threadIdx.x % 128, stages_of_k = (blocks + S::kDepth - 1) / S::kDepth;
   if (group < 0) {
     constexpr int kAround = S::kAround;
     const char* x = reinterpret_cast<const char*>(p.x.tiles);
@@ -189,15 +188,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       for (int b = 0; b < stages_of_k; b++, ring.next()) {
         barrier_wait(&full[ring.stage], ring.parity);
-        const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * S::kWeightBytes,
-                       theirs = stage + S::kRowsAt;
+        const uint32_t stage = stages + ring.stage * S::kStageBytes;
+        // Descriptors of a stage are computed once for a warp.
+        const uint32_t of_warp = stages + __shfl_sync(~0u, ring.stage, 0) * S::kStageBytes;
+        const uint64_t theirs = descriptor(of_warp + S::kRowsAt);
         if constexpr (S::kMx) {
           if constexpr (S::kFew) {
             few.multiply(stage, min(S::kDepth, blocks - b * S::kDepth), d);
             __syncwarp();
             if (ends) barrier_arrive(&empty[ring.stage]);
           } else {
-            const char* tiles = shared + (own - stages) + thread / 32 * kMxTileBytes;
+            const char* tiles = shared + (stage - stages) + group * S::kWeightBytes + thread / 32 * kMxTileBytes;
             fence_for_wgmma();
 #pragma unroll
             for (int j = 0; j < S::kDepth; j++) {
@@ -212,17 +213,18 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
               for (int step = 0; step < 4; step++)
                 RegisterTile<kRows>::multiply(d, weights[j][step],
-                                              descriptor(theirs + j * S::kRowsBytes + step * kStepBytes),
+                                              further(theirs, j * S::kRowsBytes + step * kStepBytes),
                                               step > 0 || j > 0 || b > 0);
               commit_wgmma();
             }
           }
         } else {
+          const uint64_t own = descriptor(of_warp + group * S::kWeightBytes);
           fence_for_wgmma();
           begin_wgmma();
 #pragma unroll
           for (int step = 0; step < 4; step++)
-            Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
+            Tile<kRows>::multiply(d, further(own, step * kStepBytes), further(theirs, step * kStepBytes),
                                   step > 0 || b > 0);
           commit_wgmma();
           wait_wgmma<1>();
