@@ -74,6 +74,8 @@ struct StreamKShape {
   // beside that. Not e4m3: wgmma's sums have other bits.
   static constexpr bool kFew = kRows <= (kDequantizes ? 8 : 32) && !Format::kFloats;
   static_assert(kColumnBlocks == 1 || (kDequantizes && !kFew));
+  // Blocks of dequantized weights whose products a warpgroup has under way. Three warpgroups hide each other's waits.
+  static constexpr int kUnderWay = kGroups == 2 ? 2 : 1;
   // Bytes of a block: of rows, of their sums, of 64 columns' quantized values, of a set of scales.
   static constexpr int kRowBytes = kOwn ? 0 : Format::kRowBytes, kRowsBytes = kRows * kRowBytes;
   // Of integers sums, of floats scales of the rows.
@@ -288,9 +290,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto left_by = [&](int block) { return scratch.sums + block * kScratchFloats + threadIdx.x; };
     StreamKScheduler parts = all;
     for (StreamKUnit part; parts.next(part);) {
-      const int tile = row_tiles(part.tile), column_block = tile * S::kTileBlocks + group * S::kColumnBlocks;
-      const int row = (part.tile - tile * row_tiles.by()) * kRows;
-      const bool own = column_block < column_blocks;  // otherwise the columns are beyond the last
+      int row, column_block;
+      const auto find_place = [&] {
+        const int number = afresh(part.tile), tile = row_tiles(number);
+        row = (number - tile * row_tiles.by()) * kRows;
+        column_block = tile * S::kTileBlocks + group * S::kColumnBlocks;
+        return column_block < column_blocks;  // otherwise the columns are beyond the last
+      };
+      const bool own = find_place();
       if constexpr (Format::kWhole) {
         const uint32_t* scales = quants.scales + (size_t)column_block * kScaleWords + warp * kTileRows + lane / 4 * 2;
         if (own) of_tile = *reinterpret_cast<const uint2*>(scales);
@@ -348,8 +355,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           if (lane == 0) barrier_arrive(empty_at + ring.stage * 8);
         }
       } else if constexpr (S::kDequantizes) {
-        // Two products are under way at a time, each with weights in registers of its own.
-        uint32_t a[2][4][4];
+        uint32_t a[S::kUnderWay][4][4];
         int step = part.begin, last = -1;  // last: the stage that earlier products still read
         // Descriptor of a stage's rows, computed once for a warp.
         const auto rows_of = [&](int stage) {
@@ -358,16 +364,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const auto free_last = [&] {
           if (last >= 0 && lane == 0) barrier_arrive(empty_at + last * 8);
         };
+        const int whole_end = min(part.end, whole_steps);
 #pragma unroll 1
-        for (; step < min(part.end, whole_steps); step++, ring.next()) {
+        for (; step < whole_end; step++, ring.next()) {
           barrier_wait(full_at + ring.stage * 8, ring.parity);
           const uint32_t stage = stages + ring.stage * S::kStageBytes;
           const uint64_t in_rows = rows_of(ring.stage);
 #pragma unroll
           for (int i = 0; i < kStepBlocks * S::kColumnBlocks; i++)
-            products.multiply_wide(stage, in_rows, i / S::kColumnBlocks, i % S::kColumnBlocks, a[i % 2],
+            products.multiply_wide(stage, in_rows, i / S::kColumnBlocks, i % S::kColumnBlocks, a[i % S::kUnderWay],
                                    d[i % S::kColumnBlocks], [&] {
-                                     if (i == 1) free_last();
+                                     if (i == S::kUnderWay - 1) free_last();
                                    });
           last = ring.stage;
         }
@@ -418,7 +425,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           if (lane == 0) barrier_arrive(&empty[stage]);
         }
       }
-      if (!own) continue;
+      if (!find_place()) continue;  // again: registers do not hold it during products
       // A thread's sums in memory are kWorkers apart, those of a block of columns after those of the one before.
       const auto leave_sums = [&](float* to) {
 #pragma unroll

@@ -79,15 +79,15 @@ class StepGemm {
   }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // The same by wgmma: begins the products of block j of a step and of 64 columns of the warpgroup's, and waits for all
-  // earlier products but the last. So the block's weights are recovered while that one runs. a: has the weights of the
-  // products before the last. freed(): called when these have ended.
+  // The same by wgmma: begins the products of block j of a step and of 64 columns of the warpgroup's. Of earlier
+  // products S::kUnderWay - 1 may still be under way; a: has the weights of those before. So with two the block's
+  // weights are dequantized while products run. freed(): called when those with weights in `a` have ended.
   template <typename Freed>
   __device__ __forceinline__ void multiply_wide(uint32_t stage, uint64_t rows, int j, int column_block,
                                                 uint32_t (&a)[4][4], float (&d)[S::kRows / 2],
                                                 const Freed& freed) const {
     const Block block = read(stage + column_block * S::kGroupBytes, j, j ? second_ : scales_);
-    wait_wgmma<1>();
+    wait_wgmma<S::kUnderWay - 1>();
     freed();
     weights(block, a);
     multiply_wide(rows + (j * S::kRowsBytes >> 4), a, d);
