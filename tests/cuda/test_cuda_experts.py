@@ -32,11 +32,11 @@ from support.gpu_toys import (
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}
 FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2), ("float16", 0, 6e-2 * FLOAT16_FACTOR)]
-BYTES = [("float8", 0, 3e-1), ("float8", 128, 3e-1), ("w8a8", 0, 2e-1), ("w8a8", 64, 2e-1)]  # Hopper's
-# What rounding rows to 8 bits changes, which the reference does not do: in an emulation of 8,000 programs of all sizes
-# at most 0.034, and for a single value 0.132 (above 0.1 in one of 120 of the largest ones). A column that is left out
-# changes 0.1.
-ROUNDED_ROWS = 0.045
+BYTES = [("float8", 0, 5e-1), ("float8", 128, 5e-1), ("w8a8", 0, 2e-1), ("w8a8", 64, 2e-1)]  # Hopper's
+# What rounding rows to 8 bits changes, which the reference does not do: w8a8 in an emulation of 8,000 programs of all
+# sizes at most 0.034, and for a single value 0.132 (above 0.1 in one of 120 of the largest ones). float8 has three bits
+# behind the first one: 0.058 and 0.404 in a run of a large one. A column that is left out changes 0.1.
+ROUNDED_ROWS = {"w8a8": 0.045, "float8": 0.09}
 CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("int4", 32)]
 
 
@@ -139,7 +139,7 @@ KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any"
 def test_experts(experts, top, width, inner, form, group, tolerance):
     skip_without_kernels(form)
     compare(toys.normalized(toy(), experts, top, width, inner, form, group), tolerance,
-            mean=ROUNDED_ROWS if form == "w8a8" else np.inf)
+            mean=ROUNDED_ROWS.get(form, np.inf))
 
 
 @pytest.mark.parametrize("router", toys.ROUTERS)

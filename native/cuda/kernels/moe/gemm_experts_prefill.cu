@@ -188,17 +188,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       for (int b = 0; b < stages_of_k; b++, ring.next()) {
         barrier_wait(&full[ring.stage], ring.parity);
-        const uint32_t stage = stages + ring.stage * S::kStageBytes;
-        // Descriptors of a stage are computed once for a warp.
-        const uint32_t of_warp = stages + __shfl_sync(~0u, ring.stage, 0) * S::kStageBytes;
-        const uint64_t theirs = descriptor(of_warp + S::kRowsAt);
+        // The descriptor of something at this offset in the stage, computed once for a warp.
+        const auto at = [&](int offset) {
+          return descriptor(stages + __shfl_sync(~0u, ring.stage, 0) * S::kStageBytes + offset);
+        };
         if constexpr (S::kMx) {
           if constexpr (S::kFew) {
-            few.multiply(stage, min(S::kDepth, blocks - b * S::kDepth), d);
+            few.multiply(stages + ring.stage * S::kStageBytes, min(S::kDepth, blocks - b * S::kDepth), d);
             __syncwarp();
             if (ends) barrier_arrive(&empty[ring.stage]);
           } else {
-            const char* tiles = shared + (stage - stages) + group * S::kWeightBytes + thread / 32 * kMxTileBytes;
+            const uint64_t theirs = at(S::kRowsAt);
+            const char* tiles =
+                shared + ring.stage * S::kStageBytes + group * S::kWeightBytes + thread / 32 * kMxTileBytes;
             fence_for_wgmma();
 #pragma unroll
             for (int j = 0; j < S::kDepth; j++) {
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             }
           }
         } else {
-          const uint64_t own = descriptor(of_warp + group * S::kWeightBytes);
+          const uint64_t own = at(group * S::kWeightBytes), theirs = at(S::kRowsAt);
           fence_for_wgmma();
           begin_wgmma();
 #pragma unroll
