@@ -446,6 +446,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (thread == 0) leave(scratch.flags + blockIdx.x * kScratchFlags + group);
         continue;
       }
+      const auto sums_of_part = [&]() -> float(&)[kValues] {
+        if constexpr (Format::kSegments) return total;
+        else return d[0];
+      };
       const float* of_rows = S::kOwn ? &made.scale : p.bytes.scales;
       float* parts_at = scratch.k_parts + threadIdx.x;
       if constexpr (kTogether) {
@@ -473,32 +477,23 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (thread == 0 && gone == adding - 1) *count = 0;
         return;
       } else {
-        if (k.k_parts == 1) {
-#pragma unroll
-          for (int c = 0; c < S::kColumnBlocks; c++) {
-            if constexpr (Format::kSegments)
-              epilogue_columns<Format::kScales>(p, rows, row, column_block, total, of_rows);
-            else epilogue_columns<Format::kScales>(p, rows, row, column_block + c, d[c], of_rows);
+        static_assert(S::kColumnBlocks == 1);
+        float(&sums)[kValues] = sums_of_part();
+        if (k.k_parts > 1) {
+          const int place = shares.of == StreamKSplit::tiles ? blockIdx.x : part.tile;
+          parts_at += (size_t)place * k.k_parts * S::kSums;
+          leave_sums(parts_at + part.k_part * S::kSums);
+          group_barrier(group);
+          if (thread == 0) {
+            int* count = scratch.arrivals + place * kGroups + group;
+            arrived[group] = arrive(count);
+            if (arrived[group] == k.k_parts - 1) *count = 0;
           }
-          continue;
+          group_barrier(group);
+          if (arrived[group] != k.k_parts - 1) continue;
+          add_parts<kValues, S::kWorkers, S::kSums>(parts_at, k.k_parts, sums);
         }
-        const int place = shares.of == StreamKSplit::tiles ? blockIdx.x : part.tile;
-        parts_at += (size_t)place * k.k_parts * S::kSums;
-        leave_sums(parts_at + part.k_part * S::kSums);
-        group_barrier(group);
-        if (thread == 0) {
-          int* count = scratch.arrivals + place * kGroups + group;
-          arrived[group] = arrive(count);
-          if (arrived[group] == k.k_parts - 1) *count = 0;
-        }
-        group_barrier(group);
-        if (arrived[group] != k.k_parts - 1) continue;
-#pragma unroll 1
-        for (int c = 0; c < S::kColumnBlocks; c++) {
-          float sums[kValues];
-          add_parts<kValues, S::kWorkers, S::kSums>(parts_at + c * kValues * S::kWorkers, k.k_parts, sums);
-          epilogue_columns<Format::kScales>(p, rows, row, column_block + c, sums, of_rows);
-        }
+        epilogue_columns<Format::kScales>(p, rows, row, column_block, sums, of_rows);
       }
     }
   }
