@@ -50,7 +50,8 @@ def test_a_tile_for_each_cta(form, n, rows):
 
 
 # Narrow tiles whose CTAs add all split-K parts, and wider ones.
-@pytest.mark.parametrize("n, k, rows", [(3584, 1792, 130), (2304, 3584, 256), (3580, 3584, 200), (4608, 3584, 380)])
+@pytest.mark.parametrize("n, k, rows", [(3584, 1792, 100), (3584, 1792, 130), (4608, 3584, 120), (2304, 3584, 256),
+                                        (3580, 3584, 200), (4608, 3584, 380)])
 def test_narrow_tiles(n, k, rows):
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, "bfloat16")

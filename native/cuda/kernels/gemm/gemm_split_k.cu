@@ -244,16 +244,14 @@ bool fits(const GemmArgs& p, int rows) {
   return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
 }
 
-// For short split-K parts, most weights are in flight before the previous kernel has computed the rows, if all CTAs
-// have room for that at once. For long parts of few rows this gains little, and stages beyond what hides latency only
-// keep the next kernel from starting; with more rows, stages are larger and all of them are needed.
+// Most weights are in flight before the previous kernel has computed the rows, if all CTAs have room for that at once.
 template <int kRows>
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + sm_count() - 1) / sm_count();
-  const int at_once = (k.length > kShort && kRows <= 16) || wanted > 3 ? 0 : std::max(wanted, 2);
+  const int at_once = wanted > 3 ? 0 : std::max(wanted, 2);
   constexpr int kFewWhole = 2;  // rows; for more rows, bulk copies by one thread are as fast as copies by all threads
-  start_split_k<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2);
+  start_split_k<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2 && k.length <= kShort);
 }
 
 }  // namespace
