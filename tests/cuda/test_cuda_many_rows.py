@@ -74,10 +74,11 @@ def test_tiles_of_mma_sync(form, n, rows):
     assert np.array_equal(many.view(np.uint32), few.view(np.uint32))
 
 
+@pytest.mark.parametrize("inner", [8520, 4872])  # sums in one piece, and in several
 @pytest.mark.parametrize("form, group", FORMS)
-def test_gates_and_sums(form, group):
+def test_gates_and_sums(form, group, inner):
     """Four prompts in a step: rows are normed, and gated values are added to them."""
-    own, rng, inner = Toy(SEED), np.random.default_rng(SEED), 8520
+    own, rng = Toy(SEED), np.random.default_rng(SEED)
 
     def matrix(n, k):
         handle = own.program.add_matrix(n, k, form, group)
