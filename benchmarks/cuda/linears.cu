@@ -33,7 +33,7 @@ int main(int argc, char** argv) {
   } kernels[] = {{"mma", GemmAlgo::mma, 1, 32},
                  {"split", GemmAlgo::split_k, 8, 256},
                  {"stream", GemmAlgo::stream_k, 1, 512},
-                 {"wide", GemmAlgo::prefill, 128, 4096}};
+                 {"wide", GemmAlgo::prefill, 17, 4096}};
   const int ranks = argc > 2 ? std::atoi(argv[2]) : 1;  // of which one's part is multiplied
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,16,32,64,128,256"), ","); at;
@@ -64,10 +64,13 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         GemmArgs p;
-        p.w = {shape.n, shape.k, Kind::dtype16, kDType16, nullptr, nullptr, {}, max_split_k(shape.n)},
-        p.adds = shape.adds, p.gated = shape.gated;
+        p.w = {shape.n, shape.k, Kind::dtype16, kDType16, nullptr, nullptr, {}, max_split_k(shape.n)};
+        const bool partial = shape.adds && ranks > 1;  // other ranks add to it
+        p.adds = shape.adds && !partial, p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
-        p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
+        p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2}
+              : partial   ? Rows{nullptr, gated, shape.n}
+                          : Rows{y, nullptr, shape.n};
         const auto run = [&] {
           for (int i = 0; i < launches; i++)
             p.w.tiles = weights[i % copies],

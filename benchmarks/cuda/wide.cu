@@ -74,7 +74,8 @@ std::vector<Choice> choices(const Problem& a) {
   const bool one = SplitK(a.p.w.k, a.p.w.max_split_k).count == 1;
   std::vector<Choice> found;
   for (const Choice& choice : kTiles)
-    if ((choice.sums == Sums::whole) == one) found.push_back(choice);
+    if ((choice.sums == Sums::whole) == one && choice.cost(a.p.w, a.rows, choice.nanoseconds) < INT64_MAX)
+      found.push_back(choice);
   return found;
 }
 // choice: null for what gemm_prefill() chooses, &kSplit for the kernel of some rows.

@@ -10,11 +10,14 @@
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/gemm/gemv_plan.h"
 #include "cuda/kernels/gemm/mma_prefill_plan.h"
+#include "cuda/kernels/gemm/one_wave_plan.h"
 
 namespace as::cuda {
 namespace {
 
-constexpr int kManyRows = 2048;  // all larger numbers of rows use the same kernel
+constexpr int kManyRows = 2048;    // all larger numbers of rows use the same kernel
+constexpr int kLeastOneWave = 16;  // rows that gemm_stream_k() computes as fast as one CTA for each tile
+constexpr int kShortK = 64;        // blocks of K
 
 int ceil_div(int n, int by) { return (n + by - 1) / by; }
 
@@ -33,9 +36,18 @@ bool has_gemv(const Chip& chip, const Gemm& g, bool normed, bool pushed) {
 // Whether gemm_prefill() is the fastest for a number of rows that other kernels usually serve.
 bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
   const SplitK k(w.k, w.max_split_k);
-  if (k.count == 1) return ceil_div(rows, 4 * kBlock) * ceil_div(w.n, 4 * kBlock) >= chip.prefill_clusters;
-  const int ctas = ceil_div(w.n, 2 * kBlock) * k.count;  // gemm_split_k() would need a second wave for a few clusters
-  return ctas > chip.sms && 4 * ctas < 5 * chip.sms;
+  if (k.count == 1) {
+    // With one CTA for each tile. Bytes that gemm_stream_k() reads in a nanosecond, on an H200.
+    const double rate = rows <= kBlock ? 4000 : std::min(3600.0, 3600.0 * 2 * kBlock / rows);
+    const OneWavePlan plan(w, rows, chip.sms);
+    if (rows > kLeastOneWave && plan.tile >= 0 && plan.nanoseconds < 2.0 * w.n * w.k / rate) return true;
+    return rows > 128 && ceil_div(rows, 4 * kBlock) * ceil_div(w.n, 4 * kBlock) >= chip.prefill_clusters;
+  }
+  // It has narrow tiles, whose CTAs compute all split-K parts and exchange none.
+  if (rows > 128) return k.blocks <= 64;
+  if (rows <= kBlock || k.blocks > 64) return false;
+  const int ctas = ceil_div(w.n, 2 * kBlock) * k.count;  // of gemm_split_k(), which may need a second wave for a few
+  return (ctas > chip.sms && 4 * ctas < 5 * chip.sms) || (k.blocks <= 32 && 3 * blocks_of(w.n) >= chip.sms);
 }
 
 // Bits of a value of 16-bit or quantized weights.
@@ -68,11 +80,11 @@ bool prefill_is_best_by_mma(const Chip& chip, const Gemm& g, int rows) {
 }
 
 // The fastest kernel but gemv() for 16-bit weights on Hopper.
-GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows, bool pushed) {
+GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows) {
   // A matrix with fewer values is read before clusters would start. The second limit is for long split-K parts.
   constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
   const bool is_long = SplitK(w.k, w.max_split_k).length >= 32;
-  if (rows > 256 || (rows > 128 && !pushed && prefill_is_best(chip, w, rows))) return GemmAlgo::prefill;
+  if (rows > 256 || prefill_is_best(chip, w, rows)) return GemmAlgo::prefill;
   if (w.max_split_k == 1) return GemmAlgo::stream_k;
   return rows <= 8 && (int64_t)w.n * w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
 }
@@ -88,7 +100,7 @@ GemmAlgo fused_algo(const Chip& chip, const Gemm& g) {
                                               : GemmAlgo::simt;
   const bool norms = w.kind == Kind::quantized
                          ? QuantizedGemvPlan(w, chip.sms, chip.shared_bytes).norms(w.k)
-                         : fastest(chip, w, 1, false) == GemmAlgo::split_k && has_gemv(chip, g, true, false);
+                         : fastest(chip, w, 1) == GemmAlgo::split_k && has_gemv(chip, g, true, false);
   return g.normed && norms ? GemmAlgo::gemv : GemmAlgo::simt;
 }
 
@@ -99,9 +111,8 @@ GemmAlgo choose_dtype16(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo
     return prefill ? GemmAlgo::mma_prefill : GemmAlgo::mma;
   }
   if (algo == GemmAlgo::any) {
-    const bool pushed = g.pushed && rows <= kPushedRows;
-    algo = fastest(chip, g.w, rows, pushed);
-    if (rows == 1 && algo == GemmAlgo::split_k && has_gemv(chip, g, false, pushed)) return GemmAlgo::gemv;
+    algo = fastest(chip, g.w, rows);
+    if (rows == 1 && algo == GemmAlgo::split_k && has_gemv(chip, g, false, g.pushed)) return GemmAlgo::gemv;
   }
   if (algo == GemmAlgo::prefill && !g.writes_16_bytes) algo = GemmAlgo::split_k;
   // Each split-K part needs a CTA of a cluster or a warp. Stream-K computes sums of a single part.

@@ -194,6 +194,11 @@ __device__ inline uint4 load_16(uint32_t address) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
 }
+__device__ inline float load_float(uint32_t address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
 __device__ inline float4 load_floats(uint32_t address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -242,6 +247,11 @@ __device__ inline void push(uint16_t* to, uint16_t value) {
 }
 __device__ inline void push(uint16_t* to, const uint2& values) {
   asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(values.x), "r"(values.y) : "memory");
+}
+__device__ inline void push(uint16_t* to, const uint4& values) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(values.x), "r"(values.y),
+               "r"(values.z), "r"(values.w)
+               : "memory");
 }
 
 // Stores an output value to tiles, float32 rows or both. kPushes: also to another GPU if out.copy is set.

@@ -28,7 +28,7 @@ struct Rows {
   uint16_t* tiles = nullptr;
   int width = 0;
   DType16 dtype = DType16::bf16;
-  uint16_t* copy = nullptr;  // a copy of the tiles in another GPU's memory; 16-bit split-K GEMMs only
+  uint16_t* copy = nullptr;  // a copy of the tiles in another GPU's memory; 16-bit GEMMs with split-K only
 };
 
 // A matrix [n, k]: float32 in row-major order, 16-bit tiles, or quantized values.

@@ -1,5 +1,7 @@
 // Epilogue of warpgroups whose first wgmma operand is the activations: 64 rows and several columns each.
 #pragma once
+#include <climits>
+
 #include "cuda/kernels/common/exchange.cuh"
 #include "cuda/kernels/common/wgmma.cuh"
 
@@ -12,10 +14,11 @@ namespace AS_DTYPE16 {
 
 // Writes the gated values of a warpgroup's 64 rows. A thread has gate and up values of the same columns, two adjacent
 // ones of each eight; lanes exchange results so that each stores eight adjacent ones at a time. Few instructions matter
-// here: no warp of the CTA multiplies meanwhile, and the code does not stay in the instruction cache.
+// here: no warp of the CTA multiplies meanwhile, and the code does not stay in the instruction cache. last: columns
+// from this one on are not written, although there are results for them.
 template <bool kBias, int kColumns, typename Results>
-__device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, int first_column,
-                                   const Results& results) {
+__device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, int first_column, const Results& results,
+                                   int last = INT_MAX) {
   constexpr int kEights = kColumns / 16;
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4;
   const int width = p.y.width, blocks = blocks_of(width);
@@ -38,7 +41,7 @@ __device__ inline void write_gated(const GemmArgs& p, int rows, int first_row, i
     }
     exchange(words);
     const int column = first_column + (first + (int)quarter) * 8;
-    if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
+    if (row >= rows || first + (int)quarter >= kEights || column >= min(width, last)) continue;
     if (column + 8 > width) {  // columns from `width` on are padding, which is zero
 #pragma unroll
       for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
@@ -60,17 +63,57 @@ __device__ inline void ask_for_added(const GemmArgs& p, int rows, int first_row,
   }
 }
 
+// Writes a warpgroup's 64 rows to tiles. Lanes exchange results so that each stores eight adjacent columns at a time.
+// kPushes: also to another GPU if p.y.copy is set. bias, last: as in epilogue_rows().
+template <int kColumns, bool kBiasShared, bool kPushes, typename Results>
+__device__ inline void write_tiles(const GemmArgs& p, int rows, int first_row, int first_column, const Results& results,
+                                   uint32_t bias, int last) {
+  constexpr int kEights = kColumns / 8;
+  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4;
+  const int blocks = blocks_of(p.y.width);
+#pragma unroll
+  for (int step = 0; step < (kEights + 3) / 4 * 2; step++) {
+    const int first = step / 2 * 4, h = step % 2, row = first_row + (int)(thread / 32 * 16 + lane / 4) + 8 * h;
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 2 && first + 2 * i < kEights; i++) {
+      float v[4];
+      results(first / 2 + i, h, v);
+      if (p.bias)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int within = first * 8 + i * 16 + j / 2 * 8 + 2 * (int)quarter + j % 2, column = first_column + within;
+          if (column >= p.w.n) continue;
+          v[j] = __fadd_rn(v[j], kBiasShared ? load_float(bias + 4 * within) : p.bias[column]);
+        }
+      words[2 * i] = to_dtype16x2(v[0], v[1]), words[2 * i + 1] = to_dtype16x2(v[2], v[3]);
+    }
+    exchange(words);
+    const int column = first_column + (first + (int)quarter) * 8;
+    if (row >= rows || first + (int)quarter >= kEights || column >= last) continue;
+    if (column + 8 > p.w.n) words[2] = words[3] = 0;  // the columns' number is a multiple of four; padding is zero
+    const size_t at = tile_offset(row, column, blocks);
+    const uint4 eight = make_uint4(words[0], words[1], words[2], words[3]);
+    *reinterpret_cast<uint4*>(p.y.tiles + at) = eight;
+    if (kPushes && p.y.copy) push(p.y.copy + at, eight);
+  }
+}
+
 // Writes a warpgroup's 64 rows without gating: with a bias, or added to y. Lanes exchange two values of each 16
 // columns, so that each has four adjacent ones. The values to add are loaded for kAsked such fours at a time while the
 // previous ones are computed; single loads would expose each latency. bias: shared-memory address of the tile's biases.
-template <int kColumns, int kAsked, bool kBiasShared, typename Results>
+// last: columns from this one on are not written, although there are results for them. kPushes: as in write_tiles().
+template <int kColumns, int kAsked, bool kBiasShared, bool kPushes = false, typename Results>
 __device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row, int first_column,
-                                     const Results& results, uint32_t bias = 0) {
+                                     const Results& results, uint32_t bias = 0, int last = INT_MAX) {
+  last = min(last, p.w.n);
+  if (p.y.tiles)
+    return write_tiles<kColumns, kBiasShared, kPushes>(p, rows, first_row, first_column, results, bias, last);
   constexpr int kSixteens = kColumns / 16, kSteps = (kSixteens + kAsked - 1) / kAsked * 2;
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
   const int width = p.y.width, within = 8 * odd + lane % 4 / 2 * 4, column = first_column + within,
             row = first_row + (int)(thread / 32 * 16 + lane / 4);
-  const int left = p.w.n - column;                 // columns that exist from `column` on
+  const int left = last - column;                  // columns that exist from `column` on
   const bool with_bias = !kBiasShared && !p.adds;  // then the bias is loaded in place of y
   const float* added = (with_bias ? p.bias : p.y.values + (size_t)row * width) + column;
   const int stride = with_bias ? 0 : 8 * width;
@@ -104,10 +147,7 @@ __device__ inline void epilogue_rows(const GemmArgs& p, int rows, int first_row,
       if (p.bias && !kBiasShared && p.adds)
         four = sum_of(four, *reinterpret_cast<const float4*>(p.bias + column + 16 * at));
       if (adds) four = sum_of(asked[step % 2][i], four);
-      if (p.y.tiles)
-        *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
-            make_uint2(to_dtype16x2(four.x, four.y), to_dtype16x2(four.z, four.w));
-      else *reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at) = four;
+      *reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at) = four;
     }
   }
 }

@@ -29,7 +29,7 @@ enum class GemmAlgo {
   small_m,      // a few 8-bit rows
   split_k,      // wgmma: split-K parts in parallel, in a cluster
   stream_k,     // wgmma: persistent CTAs share the weights evenly
-  prefill,      // wgmma: tiles of many rows
+  prefill,      // wgmma: tiles of many rows, or so many columns that each CTA has one tile
 };
 void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
 // 16-bit weights: mma, mma_prefill, gemv (for p.x or p.unnormed), split_k, stream_k or prefill.

@@ -13,7 +13,9 @@
 #include "cuda/kernels/by_dtype16.h"
 #include "cuda/kernels/common/cluster.cuh"
 #include "cuda/kernels/gemm/epilogue_rows.cuh"
+#include "cuda/kernels/gemm/gemm_one_wave.cuh"
 #include "cuda/kernels/gemm/gemm_wgmma.h"
+#include "cuda/kernels/gemm/operand_shares.cuh"
 #include "cuda/kernels/gemm/tile_scheduler.cuh"
 
 namespace as::cuda {
@@ -85,41 +87,6 @@ __device__ void go_on_from(const Scratch& scratch, int block, int group, float (
     sums[4 * i] = four.x, sums[4 * i + 1] = four.y, sums[4 * i + 2] = four.z, sums[4 * i + 3] = four.w;
   }
 }
-
-// The part of an operand that a CTA copies for all CTAs of the cluster that share the operand.
-struct Share {
-  const uint16_t* tiles;
-  int first, blocks;  // first row of the tile; blocks of K
-  int begin, end;     // this CTA's rows, counted from `first`
-  int bytes;          // of all CTAs' shares, per block of K
-
-  // rows: of the operand; most: rows of a tile; place: index of this CTA among `count`.
-  __device__ Share(const uint16_t* tiles, int first, int rows, int most, int blocks, int place, int count)
-      : tiles(tiles), first(first), blocks(blocks) {
-    const int there = max(0, min(most, blocks_of(rows) * kBlock - first)), each = most / count;
-    begin = min(there, place * each), end = min(there, (place + 1) * each), bytes = there * kRowBytes;
-  }
-};
-
-// A part of a share that lies in one block of 64 rows, and where its first block of K goes in a stage.
-struct Part {
-  const char* from = nullptr;
-  uint32_t to = 0;
-  int bytes = 0;
-
-  // Part number n of a share. If there is one, n becomes -1; else n decreases by the number of the share's parts.
-  __device__ Part(const Share& share, int& n) {
-    for (int row = share.begin, next; row < share.end; row = next) {
-      const int at = share.first + row;
-      next = min(share.end, row + kBlock - at % kBlock);
-      if (n-- > 0) continue;
-      from = reinterpret_cast<const char*>(share.tiles) + (size_t)(at / kBlock) * share.blocks * kBlockBytes +
-             at % kBlock * kRowBytes;
-      to = row * kRowBytes, bytes = (next - row) * kRowBytes;
-      return;
-    }
-  }
-};
 
 // The final sums.
 template <bool kWhole, int kValues, int kTotals>
@@ -291,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < 4; i++) v[i] = sums[sixteen * 8 + h * 2 + i / 2 * 4 + i % 2];
       };
-      if constexpr (!kGated) epilogue_rows<kColumns, 4, false>(p, rows, first_row, end.column, results);
+      if constexpr (!kGated) epilogue_rows<kColumns, 4, false, true>(p, rows, first_row, end.column, results);
       else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
       else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
     }
@@ -301,10 +268,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-constexpr int kEnd = 2500;  // nanoseconds of a tile's epilogue
-
 template <typename S>
 struct Kernel {
+  static constexpr int kEnd = S::kWhole ? 2500 : 5000;  // nanoseconds of a tile's first copies and epilogue
   // How many clusters run at once.
   static int clusters() {
     static const int count = clusters_at_once(gemm_prefill_kernel<S, false>, S::kCluster, kThreads, S::kShared);
@@ -320,6 +286,7 @@ struct Kernel {
                      room && !S::kWhole);
   }
   static int64_t cost(const Matrix& w, int rows, int nanoseconds) {
+    if (S::kCluster == 1 && rows > S::kTileRows) return INT64_MAX;  // clusters read weights once for two tiles of rows
     Walk walk;
     return plan(w, rows, nanoseconds, &walk);
   }
@@ -333,17 +300,26 @@ struct Kernel {
   }
 };
 
-// Nanoseconds of a block of K on an H200: estimated from the rates of tensor cores and shared memory, not measured one
-// by one.
+// Nanoseconds of a block of K on an H200. Where all SMs are busy for long and draw all power, wide tiles are faster
+// than measurements of a single GEMM show: narrower ones from 112 columns on are given about 5 % more than measured.
 template <int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice(int nanoseconds) {
   using K = Kernel<Shape<kColumns, kSums == Sums::whole, kDown, kAcross>>;
   return {kColumns, kSums, kDown, kAcross, nanoseconds, K::cost, K::start};
 }
-constexpr Choice kTiles[] = {choice<192, Sums::chained, 2, 1>(590), choice<160, Sums::chained, 2, 1>(510),
-                             choice<128, Sums::chained, 2, 1>(440), choice<128, Sums::chained, 2, 2>(425),
-                             choice<112, Sums::chained, 2, 2>(370), choice<256, Sums::whole, 2, 1>(760),
-                             choice<256, Sums::whole, 2, 2>(780),   choice<192, Sums::whole, 2, 1>(620)};
+int64_t cost_of_one_wave(const Matrix& w, int rows, int) { return OneWavePlan(w, rows, sm_count()).nanoseconds; }
+void start_one_wave(const GemmArgs& p, int rows, int, const Queue& queue) {
+  kOneWaveStarts[OneWavePlan(p.w, rows, sm_count()).tile](p, rows, queue);
+}
+constexpr Choice kTiles[] = {
+    choice<192, Sums::chained, 2, 1>(471), choice<160, Sums::chained, 2, 1>(410),
+    choice<144, Sums::chained, 2, 1>(375), choice<128, Sums::chained, 2, 1>(340),
+    choice<128, Sums::chained, 2, 2>(335), choice<112, Sums::chained, 2, 1>(315),
+    choice<80, Sums::chained, 2, 1>(215),  choice<64, Sums::chained, 2, 1>(190),
+    choice<48, Sums::chained, 2, 1>(155),  choice<64, Sums::chained, 1, 1>(160),
+    choice<48, Sums::chained, 1, 1>(150),  choice<256, Sums::whole, 2, 1>(760),
+    choice<256, Sums::whole, 2, 2>(780),   choice<192, Sums::whole, 2, 1>(590),
+    choice<144, Sums::whole, 2, 1>(440),   {144, Sums::whole, 1, 1, 0, cost_of_one_wave, start_one_wave}};
 
 }  // namespace
 

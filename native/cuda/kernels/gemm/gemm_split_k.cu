@@ -244,16 +244,14 @@ bool fits(const GemmArgs& p, int rows) {
   return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
 }
 
-// For short split-K parts, most weights are in flight before the previous kernel has computed the rows, if all CTAs
-// have room for that at once. For long parts this gains little, and stages beyond what hides latency only keep the next
-// kernel from starting.
+// Most weights are in flight before the previous kernel has computed the rows, if all CTAs have room for that at once.
 template <int kRows>
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const SplitK k(p.w.k, p.w.max_split_k);
   const int blocks = blocks_of(p.w.n) * k.count, wanted = (blocks + sm_count() - 1) / sm_count();
-  const int at_once = k.length > kShort || wanted > 3 ? 0 : std::max(wanted, 2);
+  const int at_once = wanted > 3 ? 0 : std::max(wanted, 2);
   constexpr int kFewWhole = 2;  // rows; for more rows, bulk copies by one thread are as fast as copies by all threads
-  start_split_k<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2);
+  start_split_k<kRows, 1>(p, rows, queue, at_once, rows <= kFewWhole && at_once == 2 && k.length <= kShort);
 }
 
 }  // namespace
@@ -266,8 +264,7 @@ void gemm_split_k(const GemmArgs& p, int rows, const Queue& queue) {
   // Each cluster reads the rows once, and each tile of rows reads the weights once. So tiles are as large as possible
   // while all clusters run at once and most SMs have a CTA.
   const int blocks = ceil_div(p.w.n, 2 * kBlock) * SplitK(p.w.k, p.w.max_split_k).count;
-  if (3 * blocks >= 2 * sm_count()) {
-    if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split_k<256, 2, 2, true>(p, rows, queue);
+  if (2 * blocks >= sm_count()) {
     if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split_k<256, 2, 1, true>(p, rows, queue);
     if (fits<128, 2, 2, true>(p, rows)) return start_split_k<128, 2, 2, true>(p, rows, queue);
     if (fits<128, 2, 2, false>(p, rows)) return start_split_k<128, 2, 2>(p, rows, queue);
