@@ -44,10 +44,7 @@ bool prefill_is_best(const Chip& chip, const Matrix& w, int rows) {
     return rows > 128 && ceil_div(rows, 4 * kBlock) * ceil_div(w.n, 4 * kBlock) >= chip.prefill_clusters;
   }
   // It has narrow tiles, whose CTAs compute all split-K parts and exchange none.
-  if (rows > 128) return k.blocks <= 64;
-  if (rows <= kBlock || k.blocks > 64) return false;
-  const int ctas = ceil_div(w.n, 2 * kBlock) * k.count;  // of gemm_split_k(), which may need a second wave for a few
-  return (ctas > chip.sms && 4 * ctas < 5 * chip.sms) || (k.blocks <= 32 && 3 * blocks_of(w.n) >= chip.sms);
+  return rows > 128 && k.blocks <= kShortK;
 }
 
 // Bits of a value of 16-bit or quantized weights.

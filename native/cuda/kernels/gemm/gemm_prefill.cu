@@ -286,7 +286,6 @@ struct Kernel {
                      room && !S::kWhole);
   }
   static int64_t cost(const Matrix& w, int rows, int nanoseconds) {
-    if (S::kCluster == 1 && rows > S::kTileRows) return INT64_MAX;  // clusters read weights once for two tiles of rows
     Walk walk;
     return plan(w, rows, nanoseconds, &walk);
   }
@@ -316,8 +315,7 @@ constexpr Choice kTiles[] = {
     choice<144, Sums::chained, 2, 1>(375), choice<128, Sums::chained, 2, 1>(340),
     choice<128, Sums::chained, 2, 2>(335), choice<112, Sums::chained, 2, 1>(315),
     choice<80, Sums::chained, 2, 1>(215),  choice<64, Sums::chained, 2, 1>(190),
-    choice<48, Sums::chained, 2, 1>(155),  choice<64, Sums::chained, 1, 1>(160),
-    choice<48, Sums::chained, 1, 1>(150),  choice<256, Sums::whole, 2, 1>(760),
+    choice<48, Sums::chained, 2, 1>(155),  choice<256, Sums::whole, 2, 1>(760),
     choice<256, Sums::whole, 2, 2>(780),   choice<192, Sums::whole, 2, 1>(590),
     choice<144, Sums::whole, 2, 1>(440),   {144, Sums::whole, 1, 1, 0, cost_of_one_wave, start_one_wave}};
 
