@@ -3,9 +3,13 @@
 #include <algorithm>
 
 namespace as {
+namespace {
+
+constexpr int kRowsTogether = 32;
+
+}  // namespace
 
 WorkUnit work_unit_of(int thread, int threads, int panels, int rows) {
-  constexpr int kRowsTogether = 32;
   const int row_tiles = (rows + kRowsTogether - 1) / kRowsTogether;
   int row_parts = 1;
   long least = 0;
@@ -18,6 +22,19 @@ WorkUnit work_unit_of(int thread, int threads, int panels, int rows) {
   const auto [p0, p1] = part(panels, thread / row_parts, threads / row_parts);
   const auto [t0, t1] = part(row_tiles, thread % row_parts, row_parts);
   return {p0, p1, t0 * kRowsTogether, std::min(rows, t1 * kRowsTogether)};
+}
+
+WorkUnits::WorkUnits(int threads, int panels, int rows) : panels_(panels), rows_(rows) {
+  constexpr int kMostRows = 384, kUnitsOfThread = 6;  // kMostRows: that the kernels multiply with a panel at once
+  row_parts_ = (rows + kMostRows - 1) / kMostRows;
+  panel_parts_ =
+      std::clamp((kUnitsOfThread * threads + row_parts_ - 1) / row_parts_, 1, std::max(1, panels / kFewestPanels));
+}
+
+WorkUnit WorkUnits::operator[](int i) const {
+  const auto [p0, p1] = part(panels_, i / row_parts_, panel_parts_);
+  const auto [t0, t1] = part((rows_ + kRowsTogether - 1) / kRowsTogether, i % row_parts_, row_parts_);
+  return {p0, p1, t0 * kRowsTogether, std::min(rows_, t1 * kRowsTogether)};
 }
 
 size_t converted_bytes(const Core& core, const Packed& m, int rows) {

@@ -4,6 +4,8 @@
 // takes less time than a barrier. Fused with a following silu_mul, a panel of gate and a panel of up give n columns
 // instead of 2n, in the next linear's format if that is bfloat16. With few rows, a thread computes all its panels
 // before the product. Fused with a following add, each thread adds the columns that it computed.
+//
+// With many rows on tiles, threads take units of panels and rows as they become free.
 #include "cpu/ops/gemm.h"
 #include "cpu/ops/ops.h"
 
@@ -13,7 +15,11 @@ namespace {
 class Linear : public RowOp {
  public:
   explicit Linear(const Binding& b)
-      : core_(b.core), scratch_(b.scratch), m_(b.part(Op::linear)->matrix()), bias_(b.part(Op::linear)->vector(1)) {
+      : core_(b.core),
+        scratch_(b.scratch),
+        m_(b.part(Op::linear)->matrix()),
+        bias_(b.part(Op::linear)->vector(1)),
+        counter_(b.core.pool.size()) {
     const Part& linear = *b.part(Op::linear);
     in_ = linear.in(), out_ = linear.out();
     if (const Part* norm = b.part(Op::rms_norm))
@@ -21,6 +27,8 @@ class Linear : public RowOp {
     if (const Part* gate = b.part(Op::silu_mul)) gated_ = true, out_ = gate->out();
     if (const Part* add = b.part(Op::add)) residual_ = add->in();
   }
+
+  void begin(const Batch&) override { counter_.reset(); }
 
   int rows(const Batch& batch) const override { return in_.rows(batch); }
 
@@ -30,13 +38,23 @@ class Linear : public RowOp {
     if (!(!norm_.empty() ? normed(thread, range, a)
                          : activations(core_, thread, m_, in_, all, range, scratch_.converted, a)))
       return;
-    const int panels = gated_ ? m_.panels() / 2 : m_.panels();
-    const WorkUnit own = work_unit_of(thread, core_.pool.size(), panels, range.size());
-    if (own.empty()) return;
-    const auto [p0, p1, r0, r1] = own;
-    const int first = range.begin + r0, end = range.begin + r1;
+    const int panels = gated_ ? m_.panels() / 2 : m_.panels(), threads = core_.pool.size();
+    if (core_.k.multiply_tiles && threads > 1 && range.size() >= kTakenRows) {
+      const WorkUnits units(threads, panels, range.size());
+      counter_.share(thread, units.size(), [&](int i) { multiply(a, units[i], range.begin, all); });
+    } else {
+      multiply(a, work_unit_of(thread, threads, panels, range.size()), range.begin, all);
+    }
+  }
+
+ private:
+  // A unit of the rows from `begin` on. all: rows of the step.
+  void multiply(Activations a, const WorkUnit& unit, int begin, int all) {
+    if (unit.empty()) return;
+    const auto [p0, p1, r0, r1] = unit;
+    const int first = begin + r0, end = begin + r1;
     a.x += (size_t)r0 * m_.inputs, a.converted += r0 * a.stride;
-    if (gated_ && all < kManyRows) return gate_few(a, own, range.begin);
+    if (gated_ && all < kManyRows) return gate_few(a, unit, begin);
     if (gated_) {
       GatedOutput to{};
       if (out_.converted_for) to.rounded = out_.bytes(first), to.rounded_stride = out_.converted;
@@ -50,7 +68,6 @@ class Linear : public RowOp {
     for (int r = first; r < end; r++) core_.k.add(residual_.row(r) + c0, out_.row(r) + c0, c1 - c0);
   }
 
- private:
   // Computes a thread's panels of gate, then those of up, then their gated product, of rows from `begin` on.
   void gate_few(const Activations& a, const WorkUnit& own, int begin) {
     const int half = m_.panels() / 2, c0 = own.p0 * m_.panel, n = m_.n / 2;
@@ -95,6 +112,7 @@ class Linear : public RowOp {
   float eps_ = 0;
   Tensor x_, residual_;  // input of the norm; what is added to
   bool gated_ = false;
+  WorkCounter counter_;
 };
 
 }  // namespace
