@@ -25,10 +25,13 @@ WorkUnit work_unit_of(int thread, int threads, int panels, int rows) {
 }
 
 WorkUnits::WorkUnits(int threads, int panels, int rows) : panels_(panels), rows_(rows) {
-  constexpr int kMostRows = 384, kUnitsOfThread = 6;  // kMostRows: that the kernels multiply with a panel at once
-  row_parts_ = (rows + kMostRows - 1) / kMostRows;
-  panel_parts_ =
-      std::clamp((kUnitsOfThread * threads + row_parts_ - 1) / row_parts_, 1, std::max(1, panels / kFewestPanels));
+  constexpr int kMostRows = 256, kMost = 12, kFewest = 4;  // kMost, kFewest: units for each thread
+  const auto over = [](int n, int by) { return (n + by - 1) / by; };
+  row_parts_ = over(rows, kMostRows);
+  panel_parts_ = std::clamp(over(kMost * threads, row_parts_), 1, std::max(1, panels / kFewestPanels));
+  // A small matrix: fewer rows, then fewer panels.
+  row_parts_ = std::clamp(over(kFewest * threads, panel_parts_), row_parts_, over(rows, kRowsTogether));
+  panel_parts_ = std::clamp(over(kFewest * threads, row_parts_), panel_parts_, panels);
 }
 
 WorkUnit WorkUnits::operator[](int i) const {

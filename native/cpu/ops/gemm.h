@@ -20,10 +20,9 @@ struct WorkUnit {
 // Divides panels and, if there are many rows, also rows, so that the parts are as equal as possible.
 WorkUnit work_unit_of(int thread, int threads, int panels, int rows);
 
-// From this many rows on, threads take units of GEMMs as they become free. With fewer, each reads weights of its own as
-// one stream.
+// From this many rows on, threads take units of GEMMs as they become free.
 constexpr int kTakenRows = 64;
-// Fewest panels of such a unit, if there are as many.
+// Fewest panels of such a unit, unless the matrix is small.
 constexpr int kFewestPanels = 3;
 
 // Panels and rows in several units for each thread. Consecutive units have the same panels, which threads then read at
