@@ -5,12 +5,16 @@
 // instead of 2n, in the next linear's format if that is bfloat16. With few rows, a thread computes all its panels
 // before the product. Fused with a following add, each thread adds the columns that it computed.
 //
-// With many rows on tiles, threads take units of panels and rows as they become free.
+// On tiles, threads take units of panels and rows as they become free. With few rows each first reads panels of its own
+// as one stream, two thirds of an equal part, and they take the rest in up to four units a thread.
 #include "cpu/ops/gemm.h"
 #include "cpu/ops/ops.h"
 
 namespace as {
 namespace {
+
+// With fewer rows, integers are multiplied by vector instructions, which read several panels in turn.
+constexpr int kFewRows = 8;
 
 class Linear : public RowOp {
  public:
@@ -39,11 +43,21 @@ class Linear : public RowOp {
                          : activations(core_, thread, m_, in_, all, range, scratch_.converted, a)))
       return;
     const int panels = gated_ ? m_.panels() / 2 : m_.panels(), threads = core_.pool.size();
-    if (core_.k.multiply_tiles && threads > 1 && range.size() >= kTakenRows) {
-      const WorkUnits units(threads, panels, range.size());
+    const int rows = range.size();
+    const bool tiles = core_.k.multiply_tiles && (m_.pairs || m_.planes) && threads > 1;
+    if (tiles && rows >= kTakenRows) {
+      const WorkUnits units(threads, panels, rows);
       counter_.share(thread, units.size(), [&](int i) { multiply(a, units[i], range.begin, all); });
+    } else if (tiles && (m_.pairs || rows >= kFewRows)) {
+      const int own = 2 * panels / (3 * threads), rest = panels - own * threads;
+      multiply(a, {own * thread, own * (thread + 1), 0, rows}, range.begin, all);
+      const int units = std::min(rest, 4 * threads);
+      counter_.share(thread, units, [&](int i) {
+        const auto [p0, p1] = part(rest, i, units);
+        multiply(a, {panels - rest + p0, panels - rest + p1, 0, rows}, range.begin, all);
+      });
     } else {
-      multiply(a, work_unit_of(thread, threads, panels, range.size()), range.begin, all);
+      multiply(a, work_unit_of(thread, threads, panels, rows), range.begin, all);
     }
   }
 
