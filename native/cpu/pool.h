@@ -1,4 +1,5 @@
-// The threads of one rank. Work is divided statically: every thread runs the same function with its index.
+// The threads of one rank: every thread runs the same function with its index. Most work is divided statically; threads
+// take units of long prompts' GEMMs as they become free (ops/work_counter.h).
 #pragma once
 #include <cstdint>
 #include <functional>

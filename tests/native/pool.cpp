@@ -1,9 +1,12 @@
 // What the pool does that no op can be made to do from Python: a thread fails before a barrier that the others reach;
-// and more values than 32 bits count, which would take gigabytes, are divided.
+// more values than 32 bits count, which would take gigabytes, are divided; units of work are taken once each, in calls
+// of different lengths and after a failure.
 #include <atomic>
 #include <cstdio>
 #include <stdexcept>
+#include <vector>
 
+#include "cpu/ops/work_counter.h"
 #include "cpu/pool.h"
 
 int main() {
@@ -53,5 +56,34 @@ int main() {
             return 1;
           }
         }
+    as::WorkCounter counter(kThreads);
+    for (int round = 0; round < 100; round++) {
+      constexpr int kCounts[] = {5, 0, 1, 64};
+      std::vector<std::atomic<int>> taken(64);
+      std::atomic<int> wrong{0};
+      counter.reset();
+      try {
+        pool.run([&](int thread) {
+          for (int call = 0; call < 8; call++) {
+            const int count = kCounts[call % 4];
+            pool.guard([&] {
+              counter.share(thread, count, [&](int i) {
+                if (round % 10 == 9 && i == 63) throw std::runtime_error("the last unit");
+                if (i < 0 || i >= count) wrong++;
+                else taken[i]++;
+              });
+            });
+            if (!pool.barrier()) return;
+            if (thread == 0)
+              for (int i = 0; i < 64; i++) wrong += taken[i].exchange(0) != (i < count);
+            if (!pool.barrier()) return;
+          }
+        });
+      } catch (const std::exception&) { wrong += round % 10 != 9; }
+      if (wrong) {
+        std::printf("round %d: %d units were not taken once\n", round, wrong.load());
+        return 1;
+      }
+    }
   }
 }

@@ -14,7 +14,7 @@ from support.programs import run_program
 
 
 def test_a_thread_that_fails_before_an_inner_barrier_takes_the_others_along(tmp_path):
-    """And the division of more values than 32 bits count."""
+    """And the division of more values than 32 bits count, and of units of work."""
     run_program(tmp_path, "pool", "cpu/pool.cpp")
 
 

@@ -120,23 +120,35 @@ AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, 
     tile_zero<0>(), tile_zero<1>();
     if (R == 2) tile_zero<2>(), tile_zero<3>();
   }
+  const auto load_weights = [&](auto far, auto tile, int s) __attribute__((always_inline)) {
+    const char* bs = b + (int64_t)s * kPanelStepBytes + (tile - 6) * 64;
+    if (far || !kPanelStays) tile_load_far<tile>(bs, NR * 4);
+    else tile_load<tile>(bs, NR * 4);
+  };
+  const auto load_rows = [&](auto far, auto tile, int s) __attribute__((always_inline)) {
+    const char* as = a + (int64_t)s * kStepBytes + (tile - 4) * second;
+    if (far || kPanelStays) tile_load_far<tile>(as, lda);
+    else tile_load<tile>(as, lda);
+  };
+  constexpr std::integral_constant<int, 4> kRows0;
+  constexpr std::integral_constant<int, 5> kRows1;
+  constexpr std::integral_constant<int, 6> kWeights0;
+  constexpr std::integral_constant<int, 7> kWeights1;
+  // Each tile of the next step is loaded directly after its last use.
   auto range = [&](auto far, int begin, int end) __attribute__((always_inline)) {
+    if (begin == end) return;
+    load_weights(far, kWeights0, begin), load_rows(far, kRows0, begin), load_weights(far, kWeights1, begin);
+    if (R == 2) load_rows(far, kRows1, begin);
     for (int s = begin; s < end; s++) {
-      const char *as = a + (int64_t)s * kStepBytes, *bs = b + (int64_t)s * kPanelStepBytes;
-      if (far || !kPanelStays) tile_load_far<6>(bs, NR * 4);
-      else tile_load<6>(bs, NR * 4);
-      if (far || kPanelStays) tile_load_far<4>(as, lda);
-      else tile_load<4>(as, lda);
-      if (far || !kPanelStays) tile_load_far<7>(bs + 64, NR * 4);
-      else tile_load<7>(bs + 64, NR * 4);
+      const bool more = s + 1 < end;
       F::template dot<0, 4, 6>();
       F::template dot<1, 4, 7>();
-      if (R == 2) {
-        if (far || kPanelStays) tile_load_far<5>(as + second, lda);
-        else tile_load<5>(as + second, lda);
-        F::template dot<2, 5, 6>();
-        F::template dot<3, 5, 7>();
-      }
+      if (more) load_rows(far, kRows0, s + 1);
+      if (R == 2) F::template dot<2, 5, 6>();
+      if (more) load_weights(far, kWeights0, s + 1);
+      if (R == 2) F::template dot<3, 5, 7>();
+      if (more) load_weights(far, kWeights1, s + 1);
+      if (more && R == 2) load_rows(far, kRows1, s + 1);
       for (int i = 0; i < ahead.lines; i++)
         __builtin_prefetch(ahead.panel + (int64_t)s * kPanelStepBytes + (ahead.first + i) * 64, 0, 2);
       for (int i = 0; i < ahead.rows; i++)

@@ -1,6 +1,6 @@
 // expert_linear: multiplies each entry of a row set with its expert's matrix. Entries are sorted by expert, so that an
-// expert's rows form one GEMM. Threads divide the experts' panels equally. Entries of experts on other ranks are not
-// written, because nothing reads them.
+// expert's rows form one GEMM. Threads divide the experts' panels equally or, with many rows, take parts of them as
+// they become free. Entries of experts on other ranks are not written, because nothing reads them.
 //
 // Fused with silu_mul, a panel of gate and a panel of up give n columns instead of 2n (linear.cpp).
 #include <algorithm>
@@ -27,7 +27,8 @@ class ExpertLinear : public BoundOp {
         m_(linear_.matrix()),
         bias_(linear_.vector(1)),
         begin_(linear_.op.integer("expert_begin")),
-        end_(begin_ + linear_.op.integer("experts")) {
+        end_(begin_ + linear_.op.integer("experts")),
+        counter_(b.core.pool.size()) {
     if (end_ > routing_.end && !routing_.divided)
       throw std::invalid_argument("op expert_linear: experts " + std::to_string(begin_) + "..." +
                                   std::to_string(end_ - 1) + ", the router has " + std::to_string(routing_.end));
@@ -36,19 +37,24 @@ class ExpertLinear : public BoundOp {
     routing_.begin = begin_, routing_.end = end_, routing_.divided = true;
   }
 
+  void begin(const Batch&) override { counter_.reset(); }
+
   void run(const Batch& batch, int thread) override {
     Activations a;
     if (!rows(batch, thread, a)) return;
     const bool one = a.ldx == 0;
     // Multiplying a panel with this many rows takes as long as reading it.
     const int streaming = core_.k.multiply_tiles ? 96 : 8, panels = gated_ ? m_.panels() / 2 : m_.panels();
-    routing_.share(begin_, end_, panels, streaming, thread, core_.pool.size(),
-                   [&, a = a, entries = out_.rows(batch)](int expert, int entry, int count, int p0, int p1) {
-                     Activations own = a;
-                     if (!one) own.x += (size_t)entry * a.ldx, own.converted += entry * a.stride;
-                     else own.ldx = m_.inputs;
-                     multiply(expert - begin_, own, entry, count, p0, p1, thread, out_.is_converted(entries));
-                   });
+    const int threads = core_.pool.size(), entries = out_.rows(batch);
+    const auto work = [&](int expert, int entry, int count, int p0, int p1) {
+      Activations own = a;
+      if (!one) own.x += (size_t)entry * a.ldx, own.converted += entry * a.stride;
+      else own.ldx = m_.inputs;
+      multiply(expert - begin_, own, entry, count, p0, p1, thread, out_.is_converted(entries));
+    };
+    if (threads > 1 && entries >= kTakenRows * routing_.top)
+      routing_.take(begin_, end_, panels, streaming, thread, threads, counter_, work);
+    else routing_.share(begin_, end_, panels, streaming, thread, threads, work);
   }
 
  private:
@@ -129,6 +135,7 @@ class ExpertLinear : public BoundOp {
   const Packed m_;  // of the first expert
   const float* bias_;
   const int begin_, end_;
+  WorkCounter counter_;
 };
 
 }  // namespace

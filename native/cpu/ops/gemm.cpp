@@ -3,9 +3,13 @@
 #include <algorithm>
 
 namespace as {
+namespace {
+
+constexpr int kRowsTogether = 32;
+
+}  // namespace
 
 WorkUnit work_unit_of(int thread, int threads, int panels, int rows) {
-  constexpr int kRowsTogether = 32;
   const int row_tiles = (rows + kRowsTogether - 1) / kRowsTogether;
   int row_parts = 1;
   long least = 0;
@@ -18,6 +22,22 @@ WorkUnit work_unit_of(int thread, int threads, int panels, int rows) {
   const auto [p0, p1] = part(panels, thread / row_parts, threads / row_parts);
   const auto [t0, t1] = part(row_tiles, thread % row_parts, row_parts);
   return {p0, p1, t0 * kRowsTogether, std::min(rows, t1 * kRowsTogether)};
+}
+
+WorkUnits::WorkUnits(int threads, int panels, int rows) : panels_(panels), rows_(rows) {
+  constexpr int kMostRows = 256, kMost = 12, kFewest = 4;  // kMost, kFewest: units for each thread
+  const auto over = [](int n, int by) { return (n + by - 1) / by; };
+  row_parts_ = over(rows, kMostRows);
+  panel_parts_ = std::clamp(over(kMost * threads, row_parts_), 1, std::max(1, panels / kFewestPanels));
+  // A small matrix: fewer rows, then fewer panels.
+  row_parts_ = std::clamp(over(kFewest * threads, panel_parts_), row_parts_, over(rows, kRowsTogether));
+  panel_parts_ = std::clamp(over(kFewest * threads, row_parts_), panel_parts_, panels);
+}
+
+WorkUnit WorkUnits::operator[](int i) const {
+  const auto [p0, p1] = part(panels_, i / row_parts_, panel_parts_);
+  const auto [t0, t1] = part((rows_ + kRowsTogether - 1) / kRowsTogether, i % row_parts_, row_parts_);
+  return {p0, p1, t0 * kRowsTogether, std::min(rows_, t1 * kRowsTogether)};
 }
 
 size_t converted_bytes(const Core& core, const Packed& m, int rows) {

@@ -1,6 +1,7 @@
 // A matrix times rows of activations: how threads divide a GEMM, and how rows are converted for the kernels.
 #pragma once
 #include "cpu/core.h"
+#include "cpu/ops/work_counter.h"
 
 namespace as {
 
@@ -18,6 +19,23 @@ struct WorkUnit {
 
 // Divides panels and, if there are many rows, also rows, so that the parts are as equal as possible.
 WorkUnit work_unit_of(int thread, int threads, int panels, int rows);
+
+// From this many rows on, threads take units of GEMMs as they become free.
+constexpr int kTakenRows = 64;
+// Fewest panels of such a unit, unless the matrix is small.
+constexpr int kFewestPanels = 3;
+
+// Panels and rows in several units for each thread. Consecutive units have the same panels, which threads then read at
+// about the same time.
+class WorkUnits {
+ public:
+  WorkUnits(int threads, int panels, int rows);
+  int size() const { return row_parts_ * panel_parts_; }
+  WorkUnit operator[](int i) const;
+
+ private:
+  int panels_, rows_, row_parts_, panel_parts_;
+};
 
 // Bytes of scratch memory for `rows` converted rows of a GEMM's input, or for one row in a copy for each thread.
 size_t converted_bytes(const Core& core, const Packed& m, int rows);

@@ -4,16 +4,26 @@
 // takes less time than a barrier. Fused with a following silu_mul, a panel of gate and a panel of up give n columns
 // instead of 2n, in the next linear's format if that is bfloat16. With few rows, a thread computes all its panels
 // before the product. Fused with a following add, each thread adds the columns that it computed.
+//
+// On tiles, threads take units of panels and rows as they become free. With few rows each first reads panels of its own
+// as one stream, two thirds of an equal part, and they take the rest in up to four units a thread.
 #include "cpu/ops/gemm.h"
 #include "cpu/ops/ops.h"
 
 namespace as {
 namespace {
 
+// With fewer rows, integers are multiplied by vector instructions, which read several panels in turn.
+constexpr int kFewRows = 8;
+
 class Linear : public RowOp {
  public:
   explicit Linear(const Binding& b)
-      : core_(b.core), scratch_(b.scratch), m_(b.part(Op::linear)->matrix()), bias_(b.part(Op::linear)->vector(1)) {
+      : core_(b.core),
+        scratch_(b.scratch),
+        m_(b.part(Op::linear)->matrix()),
+        bias_(b.part(Op::linear)->vector(1)),
+        counter_(b.core.pool.size()) {
     const Part& linear = *b.part(Op::linear);
     in_ = linear.in(), out_ = linear.out();
     if (const Part* norm = b.part(Op::rms_norm))
@@ -21,6 +31,8 @@ class Linear : public RowOp {
     if (const Part* gate = b.part(Op::silu_mul)) gated_ = true, out_ = gate->out();
     if (const Part* add = b.part(Op::add)) residual_ = add->in();
   }
+
+  void begin(const Batch&) override { counter_.reset(); }
 
   int rows(const Batch& batch) const override { return in_.rows(batch); }
 
@@ -30,13 +42,33 @@ class Linear : public RowOp {
     if (!(!norm_.empty() ? normed(thread, range, a)
                          : activations(core_, thread, m_, in_, all, range, scratch_.converted, a)))
       return;
-    const int panels = gated_ ? m_.panels() / 2 : m_.panels();
-    const WorkUnit own = work_unit_of(thread, core_.pool.size(), panels, range.size());
-    if (own.empty()) return;
-    const auto [p0, p1, r0, r1] = own;
-    const int first = range.begin + r0, end = range.begin + r1;
+    const int panels = gated_ ? m_.panels() / 2 : m_.panels(), threads = core_.pool.size();
+    const int rows = range.size();
+    const bool tiles = core_.k.multiply_tiles && (m_.pairs || m_.planes) && threads > 1;
+    if (tiles && rows >= kTakenRows) {
+      const WorkUnits units(threads, panels, rows);
+      counter_.share(thread, units.size(), [&](int i) { multiply(a, units[i], range.begin, all); });
+    } else if (tiles && (m_.pairs || rows >= kFewRows)) {
+      const int own = 2 * panels / (3 * threads), rest = panels - own * threads;
+      multiply(a, {own * thread, own * (thread + 1), 0, rows}, range.begin, all);
+      const int units = std::min(rest, 4 * threads);
+      counter_.share(thread, units, [&](int i) {
+        const auto [p0, p1] = part(rest, i, units);
+        multiply(a, {panels - rest + p0, panels - rest + p1, 0, rows}, range.begin, all);
+      });
+    } else {
+      multiply(a, work_unit_of(thread, threads, panels, rows), range.begin, all);
+    }
+  }
+
+ private:
+  // A unit of the rows from `begin` on. all: rows of the step.
+  void multiply(Activations a, const WorkUnit& unit, int begin, int all) {
+    if (unit.empty()) return;
+    const auto [p0, p1, r0, r1] = unit;
+    const int first = begin + r0, end = begin + r1;
     a.x += (size_t)r0 * m_.inputs, a.converted += r0 * a.stride;
-    if (gated_ && all < kManyRows) return gate_few(a, own, range.begin);
+    if (gated_ && all < kManyRows) return gate_few(a, unit, begin);
     if (gated_) {
       GatedOutput to{};
       if (out_.converted_for) to.rounded = out_.bytes(first), to.rounded_stride = out_.converted;
@@ -50,7 +82,6 @@ class Linear : public RowOp {
     for (int r = first; r < end; r++) core_.k.add(residual_.row(r) + c0, out_.row(r) + c0, c1 - c0);
   }
 
- private:
   // Computes a thread's panels of gate, then those of up, then their gated product, of rows from `begin` on.
   void gate_few(const Activations& a, const WorkUnit& own, int begin) {
     const int half = m_.panels() / 2, c0 = own.p0 * m_.panel, n = m_.n / 2;
@@ -95,6 +126,7 @@ class Linear : public RowOp {
   float eps_ = 0;
   Tensor x_, residual_;  // input of the norm; what is added to
   bool gated_ = false;
+  WorkCounter counter_;
 };
 
 }  // namespace

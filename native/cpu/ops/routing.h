@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cpu/core.h"
+#include "cpu/ops/gemm.h"
 
 namespace as {
 
@@ -58,6 +59,31 @@ struct Routing {
       if (p0 < p1) work(e, first[e], rows, p0, p1);
       at += panels * each;
     }
+  }
+
+  // The same, for many rows: threads take parts of the experts' panels from `counter` as they become free.
+  template <typename Work>
+  void take(int begin, int end, int panels, int streaming, int thread, int threads, WorkCounter& counter,
+            Work work) const {
+    constexpr int kPartsOfThread = 32;
+    long total = 0;
+    for (int e = begin; e < end; e++)
+      if (const int rows = first[e + 1] - first[e]) total += (long)panels * (streaming + rows);
+    const long each = std::max(1l, total / (kPartsOfThread * threads));
+    const int most = std::max(1, panels / kFewestPanels);
+    const auto parts_of = [&](int expert) {
+      const int rows = first[expert + 1] - first[expert];
+      return rows ? (int)std::clamp<long>((long)panels * (streaming + rows) / each, 1, most) : 0;
+    };
+    int count = 0;
+    for (int e = begin; e < end; e++) count += parts_of(e);
+    int expert = begin, before = 0;  // parts of the experts before this one
+    counter.share(thread, count, [&](int i) {
+      int parts;
+      while (i >= before + (parts = parts_of(expert))) before += parts, expert++;
+      const auto [p0, p1] = part(panels, i - before, parts);
+      work(expert, first[expert], first[expert + 1] - first[expert], p0, p1);
+    });
   }
 };
 
