@@ -4,8 +4,8 @@
 // is several columns (rows of the weights) by several rows of activations. Four warps copy steps to shared memory as
 // far ahead as there is room, across tiles. Warpgroups multiply 64 columns each, or twice 64, with all rows: a warp
 // dequantizes 16 columns to the first operand in registers while the previous product runs. float8 weights are read
-// from shared memory without conversion. Few rows are multiplied by mma.sync, which gives the same bits (except for
-// float8) and takes fewer instructions than wgmma's descriptors and waits.
+// from shared memory without conversion. Few rows of integers are multiplied by mma.sync, which gives the same bits and
+// takes fewer instructions than wgmma's descriptors and waits.
 //
 // A tile's sum over K consists of split-K parts (tiles.h), which are added in ascending order. If one part for each CTA
 // keeps nearly all SMs busy, each CTA computes one part: hand-overs would cost more than unequal work. Then all CTAs
@@ -72,8 +72,8 @@ struct StreamKShape {
   static constexpr bool kDequantizes = Format::kParts == 4;
   // Few rows are multiplied by mma.sync, which takes fewer instructions. Where weights are dequantized, wgmma runs
   // beside that. Not e4m3: wgmma's sums have other bits.
-  static constexpr bool kFew = kRows <= (kDequantizes ? 8 : 32) && !Format::kFloats;
-  static_assert(kColumnBlocks == 1 || (kDequantizes && !kFew));
+  static constexpr bool kFew = kRows <= 32 && !kDequantizes && !Format::kFloats;
+  static_assert(kColumnBlocks == 1 || kDequantizes);
   // Blocks of dequantized weights whose products a warpgroup has under way. Three warpgroups hide each other's waits.
   static constexpr int kUnderWay = kGroups == 2 ? 2 : 1;
   // Bytes of a block: of rows, of their sums, of 64 columns' quantized values, of a set of scales.
@@ -245,17 +245,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     const auto multiply_few = [&](int stage, int j, int block, const uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = rows_at(stage, j, block);
-      if constexpr (S::kDequantizes) {
-        products.multiply(x, a, d[0]);
-      } else {
 #pragma unroll
-        for (int t = 0; t < kRows / 8; t++) {
-          auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[0][4 * t]);
-          uint32_t y[4];
-          load_cores(y, S::kOwn ? x + lane / 8 * kChunkColumns
-                                : x + t * 8 * Format::kRowBytes + byte_chunk(lane % 8, lane / 8));
-          multiply_add(own, a[0], y[0], y[1]), multiply_add(own, a[1], y[2], y[3]);
-        }
+      for (int t = 0; t < kRows / 8; t++) {
+        auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[0][4 * t]);
+        uint32_t y[4];
+        load_cores(
+            y, S::kOwn ? x + lane / 8 * kChunkColumns : x + t * 8 * Format::kRowBytes + byte_chunk(lane % 8, lane / 8));
+        multiply_add(own, a[0], y[0], y[1]), multiply_add(own, a[1], y[2], y[3]);
       }
     };
     // For kWhole: the tile's scales, and the position of a block's row sums.
@@ -321,11 +317,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < kValues; i++) total[i] = 0;
       }
-      if constexpr (S::kFew || S::kDequantizes) {
-        if (part.begin == part.first)
+      if (S::kDequantizes && part.begin == part.first)
 #pragma unroll
-          for (int c = 0; c < S::kColumnBlocks; c++) clear(d[c]);
-      }
+        for (int c = 0; c < S::kColumnBlocks; c++) clear(d[c]);
       if constexpr (!S::kFew)
 #pragma unroll
         for (int c = 0; c < S::kColumnBlocks; c++) settle(d[c]);
@@ -339,17 +333,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int step = part.begin; step < part.end; step++, ring.next()) {
           const int first = step * kStepBlocks;
           barrier_wait(full_at + ring.stage * 8, ring.parity);
-          if (step < whole_steps) {
-            if constexpr (S::kDequantizes) products.multiply(stages + ring.stage * S::kStageBytes, d[0]);
-          } else {
 #pragma unroll
-            for (int j = 0; j < kStepBlocks; j++) {
-              if (first + j >= k.blocks) break;
-              uint32_t a[Format::kParts][4];
-              load(ring.stage, j, first + j, 0, a);
-              multiply_few(ring.stage, j, first + j, a);
-              if (end_segment(ring.stage, j, first + j)) clear(d[0]);
-            }
+          for (int j = 0; j < kStepBlocks; j++) {
+            if (first + j >= k.blocks) break;
+            uint32_t a[Format::kParts][4];
+            load(ring.stage, j, first + j, 0, a);
+            multiply_few(ring.stage, j, first + j, a);
+            if (end_segment(ring.stage, j, first + j)) clear(d[0]);
           }
           __syncwarp();
           if (lane == 0) barrier_arrive(empty_at + ring.stage * 8);
@@ -372,10 +362,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           const uint64_t in_rows = rows_of(ring.stage);
 #pragma unroll
           for (int i = 0; i < kStepBlocks * S::kColumnBlocks; i++)
-            products.multiply_wide(stage, in_rows, i / S::kColumnBlocks, i % S::kColumnBlocks, a[i % S::kUnderWay],
-                                   d[i % S::kColumnBlocks], [&] {
-                                     if (i == S::kUnderWay - 1) free_last();
-                                   });
+            products.multiply(stage, in_rows, i / S::kColumnBlocks, i % S::kColumnBlocks, a[i % S::kUnderWay],
+                              d[i % S::kColumnBlocks], [&] {
+                                if (i == S::kUnderWay - 1) free_last();
+                              });
           last = ring.stage;
         }
         wait_wgmma<0>();
@@ -389,7 +379,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
             for (int c = 0; c < S::kColumnBlocks; c++) {
               load(ring.stage, j, step * kStepBlocks + j, c, a[0]);
-              products.multiply_wide(rows_of(ring.stage) + (j * S::kRowsBytes >> 4), a[0], d[c]);
+              products.multiply(rows_of(ring.stage) + (j * S::kRowsBytes >> 4), a[0], d[c]);
               wait_wgmma<0>();
               settle(d[c]);
             }

@@ -1,5 +1,4 @@
-// Products of quantized weights and bfloat16 activations, both in shared memory: of few rows by mma.sync, of more by
-// wgmma. Both give the same bits.
+// Products of quantized weights and bfloat16 activations, both in shared memory, by wgmma.
 #pragma once
 #include "cuda/kernels/common/wgmma.cuh"
 #include "cuda/kernels/quantize/quantized.cuh"
@@ -23,8 +22,8 @@ struct ScaleSets {
   AS_BOTH int second(int block) const { return regular() ? second() : (block + 1) % blocks == 0 ? each : 0; }
 };
 
-// Multiplies steps of two blocks of K, which lie in shared memory as S says, by a warp: 16 columns by S::kRows rows. A
-// sum is one chain of products in ascending order.
+// Multiplies steps of two blocks of K, which lie in shared memory as S says: a warp has 16 columns of the warpgroup's
+// and S::kRows rows. A sum is one chain of products in ascending order.
 template <class S>
 class StepGemm {
  public:
@@ -39,62 +38,28 @@ class StepGemm {
         second_(scales_ + second * S::kSetBytes),
         each_(sets.each) {
     keep(quants_), keep(scales_), keep(second_);
-    if constexpr (S::kFew) {
-      for (int i = 0; i < 2; i++) x_[i] = chunk_offset(lane % 8, 4 * i + lane / 8);
-      keep(x_[0]), keep(x_[1]);
-    }
   }
 
-  // The weights of block j of a step as mma.sync's first operands. stage: address of the step. further: distance in
-  // sets from the first block, if sets are not regular.
-  __device__ __forceinline__ void weights(uint32_t stage, int j, uint32_t (&a)[4][4]) const {
-    weights(read(stage, j, j ? second_ : scales_), a);
-  }
+  // The weights of block j of a step as the products' first operands. stage: address of the step. further: distance in
+  // sets from the first block.
   __device__ __forceinline__ void weights(uint32_t stage, int j, int further, uint32_t (&a)[4][4]) const {
     weights(read(stage, j, scales_ + further * S::kSetBytes), a);
   }
-  // d += a step of two whole blocks. All of the warp's data is loaded first, and the second block is dequantized while
-  // the first one is multiplied.
-  __device__ __forceinline__ void multiply(uint32_t stage, float (&d)[S::kRows / 2]) const {
-    const Block blocks[2] = {read(stage, 0, scales_), read(stage, 1, second_)};
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      uint32_t a[4][4];
-      weights(blocks[j], a);
-      multiply(stage + j * S::kRowsBytes, a, d);
-    }
-  }
-  // d += a block. x: address of its rows; a: its weights.
-  __device__ __forceinline__ void multiply(uint32_t x, const uint32_t (&a)[4][4], float (&d)[S::kRows / 2]) const {
-#pragma unroll
-    for (int t = 0; t < S::kRows / 8; t++) {
-      auto& own = reinterpret_cast<float(&)[4]>(d[4 * t]);
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        uint32_t y[4];
-        load_cores(y, x + x_[i / 2] + t * 8 * kRowBytes);
-        multiply_add(own, a[i], y[0], y[1]), multiply_add(own, a[i + 1], y[2], y[3]);
-      }
-    }
-  }
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  // The same by wgmma: begins the products of block j of a step and of 64 columns of the warpgroup's. Of earlier
-  // products S::kUnderWay - 1 may still be under way; a: has the weights of those before. So with two the block's
-  // weights are dequantized while products run. freed(): called when those with weights in `a` have ended.
+  // d += block j of a step and 64 columns of the warpgroup's. Begins these products when, of earlier ones, at most
+  // S::kUnderWay - 1 are under way; with two, the block's weights are dequantized while products run. rows: descriptor
+  // of the step's rows. a: has the weights of the products that must have ended. freed(): called when they have.
   template <typename Freed>
-  __device__ __forceinline__ void multiply_wide(uint32_t stage, uint64_t rows, int j, int column_block,
-                                                uint32_t (&a)[4][4], float (&d)[S::kRows / 2],
-                                                const Freed& freed) const {
+  __device__ __forceinline__ void multiply(uint32_t stage, uint64_t rows, int j, int column_block, uint32_t (&a)[4][4],
+                                           float (&d)[S::kRows / 2], const Freed& freed) const {
     const Block block = read(stage + column_block * S::kGroupBytes, j, j ? second_ : scales_);
     wait_wgmma<S::kUnderWay - 1>();
     freed();
     weights(block, a);
-    multiply_wide(rows + (j * S::kRowsBytes >> 4), a, d);
+    multiply(rows + (j * S::kRowsBytes >> 4), a, d);
   }
-  // rows: descriptor of a block's rows.
-  static __device__ __forceinline__ void multiply_wide(uint64_t rows, const uint32_t (&a)[4][4],
-                                                       float (&d)[S::kRows / 2]) {
+  // d += a block. rows: descriptor of its rows; a: its weights.
+  static __device__ __forceinline__ void multiply(uint64_t rows, const uint32_t (&a)[4][4], float (&d)[S::kRows / 2]) {
     begin_wgmma();
 #pragma unroll
     for (int i = 0; i < 4; i++) RegisterTile<S::kRows>::multiply(d, a[i], rows + (i * kStepBytes >> 4), 1);
@@ -131,7 +96,6 @@ class StepGemm {
 
   uint32_t quants_, scales_, second_;  // a lane's offsets in a stage
   int each_;
-  uint32_t x_[2];
 };
 
 }  // namespace AS_DTYPE16
