@@ -148,7 +148,8 @@ def test_products_of_small_floats(n, k, form, group):
     x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
     every = gpu.multiply(handle, x, n, bias)
     product = as_bf16(x) @ as_bf16(expected).T
-    assert np.abs(every - product - bias).max() < EXACT * np.sqrt(np.mean((product + bias)**2))
+    of_addition = 2.0**-23 * np.abs(product + bias).max()  # in float32; the product of two columns may be zero
+    assert np.abs(every - product - bias).max() < EXACT * np.sqrt(np.mean(product**2)) + of_addition
     for begin, rows in PARTS:
         for algo in ("any", "mma", "stream_k", "prefill"):
             part = gpu.multiply(handle, x[begin:begin + rows], n, bias, algo)

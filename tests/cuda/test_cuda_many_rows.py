@@ -35,30 +35,30 @@ def test_products(form, group, n, k, rows):
         assert np.array_equal(part.view(np.uint32), few[:len(part)].view(np.uint32)), first
 
 
+def check_tiles(form: str, n: int, k: int, rows: int, algo: str = "prefill") -> None:
+    """Multiplies rows by a matrix [n, k] with the kernels of many rows and with those of few: the bits are equal."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form)
+    assert gpu.fill_matrix(handle, again(rng.standard_normal((COLUMNS, k), np.float32), n), "F32") == 0
+    x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
+    few, many = (gpu.multiply(handle, x, n, bias, kernel) for kernel in ("mma", algo))
+    assert np.array_equal(many.view(np.uint32), few.view(np.uint32))
+
+
 # With 132 SMs each CTA has one tile: of 144, 192 or 224 columns, and 64, 128, 192 or 256 rows, the last ones not full.
 # 16,400 columns at 300 rows are computed in two waves.
 @pytest.mark.parametrize("n, rows", [(18944, 33), (18904, 65), (18944, 129), (18944, 250), (24576, 60), (24572, 100),
                                      (28672, 64), (28672, 128), (16400, 300)])
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
 def test_a_tile_for_each_cta(form, n, rows):
-    rng, gpu, k = np.random.default_rng(SEED), executor(), 1000
-    handle = gpu.add_matrix(n, k, form)
-    assert gpu.fill_matrix(handle, again(rng.standard_normal((COLUMNS, k), np.float32), n), "F32") == 0
-    x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
-    few, tiles = (gpu.multiply(handle, x, n, bias, algo) for algo in ("mma", "prefill"))
-    assert np.array_equal(tiles.view(np.uint32), few.view(np.uint32))
+    check_tiles(form, n, 1000, rows)
 
 
 # Narrow tiles whose CTAs add all split-K parts, and wider ones.
 @pytest.mark.parametrize("n, k, rows", [(3584, 1792, 100), (3584, 1792, 130), (4608, 3584, 120), (2304, 3584, 256),
                                         (3580, 3584, 200), (4608, 3584, 380)])
 def test_narrow_tiles(n, k, rows):
-    rng, gpu = np.random.default_rng(SEED), executor()
-    handle = gpu.add_matrix(n, k, "bfloat16")
-    assert gpu.fill_matrix(handle, again(rng.standard_normal((COLUMNS, k), np.float32), n), "F32") == 0
-    x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
-    few, tiles = (gpu.multiply(handle, x, n, bias, algo) for algo in ("mma", "prefill"))
-    assert np.array_equal(tiles.view(np.uint32), few.view(np.uint32))
+    check_tiles("bfloat16", n, k, rows)
 
 
 # With 132 SMs these are tiles of 64, 128, 192, 128 and 256 rows. 192 and 256 have two stages where a CTA may have no
@@ -66,12 +66,7 @@ def test_narrow_tiles(n, k, rows):
 @pytest.mark.parametrize("n, rows", [(3584, 130), (3600, 400), (4597, 500), (16389, 120), (16389, 250)])
 @pytest.mark.parametrize("form", ["bfloat16", "float16"])
 def test_tiles_of_mma_sync(form, n, rows):
-    rng, gpu, k = np.random.default_rng(SEED), executor(), 500
-    handle = gpu.add_matrix(n, k, form)
-    assert gpu.fill_matrix(handle, again(rng.standard_normal((COLUMNS, k), np.float32), n), "F32") == 0
-    x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
-    few, many = (gpu.multiply(handle, x, n, bias, algo) for algo in ("mma", "mma_prefill"))
-    assert np.array_equal(many.view(np.uint32), few.view(np.uint32))
+    check_tiles(form, n, 500, rows, "mma_prefill")
 
 
 @pytest.mark.parametrize("inner", [8520, 4872])  # sums in one piece, and in several

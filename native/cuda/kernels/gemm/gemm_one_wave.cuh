@@ -52,13 +52,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const Share own(p.x.tiles, tile_row, rows, kRows, blocks, 0, 1);
       const bool once = gridDim.x == 1;  // weights are read once
       const uint64_t policy = evicted_first();
-      const auto part_of = [&](int n, bool& of_rows) {
-        const Part part(weights, n);
-        of_rows = n >= 0;
-        return of_rows ? Part(own, n) : part;
-      };
       bool of_rows[2];
-      Part first = part_of(warp, of_rows[0]), second = part_of(warp + kCopiers, of_rows[1]);
+      Part first = part_of(weights, own, warp, of_rows[0]), second = part_of(weights, own, warp + kCopiers, of_rows[1]);
       const auto copy = [&](Part& part, bool of_rows, int stage) {
         if (!part.bytes) return;
         const uint32_t to = stages + stage * S::kStageBytes + (of_rows ? 0 : kRows * kRowBytes) + part.to;

@@ -137,13 +137,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (warp == 0) barriers.parts[number % barriers.kParts] = at;
         const Share weights(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown);
         const Share own(p.x.tiles, at.row, rows, kRows, k.blocks, across, kAcross);
-        const auto part_of = [&](int n, bool& of_rows) {
-          const Part part(weights, n);
-          of_rows = n >= 0;
-          return of_rows ? Part(own, n) : part;
-        };
         bool of_rows[2];
-        Part first = part_of(warp, of_rows[0]), second = part_of(warp + kCopiers, of_rows[1]);
+        Part first = part_of(weights, own, warp, of_rows[0]),
+             second = part_of(weights, own, warp + kCopiers, of_rows[1]);
         const auto copy = [&](Part& part, bool of_rows) {
           if (!part.bytes) return;
           uint64_t* barrier = &barriers.full[ring.stage];

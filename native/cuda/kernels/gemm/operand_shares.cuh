@@ -40,6 +40,13 @@ struct Part {
     }
   }
 };
+
+// Part number n of those of both operands, the weights' first. of_rows: set to whether it is one of the rows.
+__device__ __forceinline__ Part part_of(const Share& weights, const Share& rows, int n, bool& of_rows) {
+  const Part part(weights, n);
+  of_rows = n >= 0;
+  return of_rows ? Part(rows, n) : part;
+}
 #endif
 
 }  // namespace AS_DTYPE16
