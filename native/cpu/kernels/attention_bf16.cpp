@@ -105,21 +105,20 @@ AS_INLINE void prefetch_tile(const char* p, int64_t stride) {
   for (int i = 0; i < 16; i++) prefetch_far(p + i * stride);
 }
 
-// Multiplies queries with keys in steps of up to kColumnTiles groups of keys and 32 d. The steps can be interleaved
-// with the rows of another tile's softmax.
-class ScoreSteps {
+// Multiplies queries with groups of keys, 32 d in a step.
+class ScoreSteps : public TileSteps<ScoreSteps> {
  public:
   ScoreSteps(const AttentionTile& a, Scores& out)
-      : a_(a), s_(*a.layout), out_(out[0]), groups_((a.tokens + kKeyGroup - 1) / kKeyGroup) {}
-  int left() const { return (groups_ - group_ + kColumnTiles - 1) / kColumnTiles * (s_.key_dim / kStep) - d_ / kStep; }
-  void step() {
-    with_constant<kColumnTiles>(std::min(kColumnTiles, groups_ - group_), [&](auto n) { step_of<n>(); });
-  }
+      : TileSteps((a.tokens + kKeyGroup - 1) / kKeyGroup, a.layout->key_dim / kStep),
+        a_(a),
+        s_(*a.layout),
+        out_(out[0]) {}
 
  private:
+  friend TileSteps;
   template <int N>
   void step_of() {
-    if (d_ == 0) {
+    if (at_ == 0) {
       configure_tiles(a_.rows);
       for (int i = 0; i < N; i++) {
         const int token = (group_ + i) * kKeyGroup;
@@ -127,55 +126,48 @@ class ScoreSteps {
       }
       zero_tiles<N>();
     }
-    const size_t at = (size_t)d_ / kStep * 1024;
-    tile_load<4>(a_.converted + d_ * 2, s_.key_dim * 2);
+    const size_t at = (size_t)at_ * 1024;
+    tile_load<4>(a_.converted + at_ * kStep * 2, s_.key_dim * 2);
     step_tiles<N>([&](int i) { return keys_[i] + at; }, 64);
     if (a_.cold)
       for (int i = 0; i < N; i++) prefetch_tile(ahead_[i] + at, 64);
-    d_ += kStep;
-    if (d_ < s_.key_dim) return;
+    if (!ends()) return;
     store_tiles<N>(out_ + group_ * kKeyGroup, kBlockTokens * sizeof(float));
-    d_ = 0, group_ += N;
+    next(N);
   }
 
   const AttentionTile& a_;
   const SpanLayout& s_;
   float* const out_;
-  const int groups_;
-  int group_ = 0, d_ = 0;
   const char *keys_[kColumnTiles], *ahead_[kColumnTiles];
 };
 
-// The same for weights and values: a step takes up to kColumnTiles * 16 columns and 32 tokens.
-class ValueSteps {
+// Multiplies weights with columns of values, 32 tokens in a step.
+class ValueSteps : public TileSteps<ValueSteps> {
  public:
   ValueSteps(const AttentionTile& a, const Weights& weights)
-      : a_(a), s_(*a.layout), weights_(weights), columns_(s_.padded_dim / 16) {}
-  int left() const {
-    return (columns_ - column_ + kColumnTiles - 1) / kColumnTiles * ((a_.tokens + kStep - 1) / kStep) - t_ / kStep;
-  }
-  void step() {
-    with_constant<kColumnTiles>(std::min(kColumnTiles, columns_ - column_), [&](auto n) { step_of<n>(); });
-  }
+      : TileSteps(a.layout->padded_dim / 16, (a.tokens + kStep - 1) / kStep), a_(a), s_(*a.layout), weights_(weights) {}
 
  private:
+  friend TileSteps;
   template <int N>
   void step_of() {
-    if (t_ == 0) {
+    if (at_ == 0) {
       configure_tiles(a_.rows);
       zero_tiles<N>();
     }
-    tile_load<4>(weights_[0] + t_, kBlockTokens * 2);
-    if (s_.span_size >= kStep && t_ + kStep <= a_.tokens) {
-      const char* values = value_of(s_, a_.spans, t_) + column_ * 64;
+    const int t = at_ * kStep;
+    tile_load<4>(weights_[0] + t, kBlockTokens * 2);
+    if (s_.span_size >= kStep && t + kStep <= a_.tokens) {
+      const char* values = value_of(s_, a_.spans, t) + group_ * 64;
       step_tiles<N>([&](int i) { return values + i * 64; }, 2 * s_.value_bytes);  // from one pair of tokens to the next
     } else {                                                                      // spans of 16, or the last tokens
       alignas(64) char copy[16 * N * 64];
       for (int p = 0; p < 16; p++) {
-        const int token = t_ + 2 * p;
+        const int token = t + 2 * p;
         for (int i = 0; i < N; i++) {
           vi x = _mm512_setzero_si512();
-          if (token < a_.tokens) x = _mm512_loadu_si512(value_of(s_, a_.spans, token) + (column_ + i) * 64);
+          if (token < a_.tokens) x = _mm512_loadu_si512(value_of(s_, a_.spans, token) + (group_ + i) * 64);
           if (token + 1 == a_.tokens) x = lower_half(x);
           _mm512_store_si512(copy + (p * N + i) * 64, x);
         }
@@ -183,19 +175,16 @@ class ValueSteps {
       step_tiles<N>([&](int i) { return copy + i * 64; }, N * 64);
     }
     if (a_.cold)
-      for (int p = 0; p < kStep / 2 && t_ + 2 * p < a_.tokens; p++)
-        for (int i = 0; i < N; i++) prefetch_far(value_of(s_, a_.next, t_ + 2 * p) + (column_ + i) * 64);
-    t_ += kStep;
-    if (t_ < a_.tokens) return;
-    store_tiles<N>(a_.out + column_ * 16, s_.padded_dim * sizeof(float));
-    t_ = 0, column_ += N;
+      for (int p = 0; p < kStep / 2 && t + 2 * p < a_.tokens; p++)
+        for (int i = 0; i < N; i++) prefetch_far(value_of(s_, a_.next, t + 2 * p) + (group_ + i) * 64);
+    if (!ends()) return;
+    store_tiles<N>(a_.out + group_ * 16, s_.padded_dim * sizeof(float));
+    next(N);
   }
 
   const AttentionTile& a_;
   const SpanLayout& s_;
   const Weights& weights_;
-  const int columns_;
-  int column_ = 0, t_ = 0;
 };
 
 template <typename Steps>

@@ -61,76 +61,85 @@ AS_INLINE void step_tiles_after(const A& a, int64_t stride) {
   if constexpr (I + 1 < N) step_tiles_after<N, I + 1>(a, stride);
 }
 
-// A latent cache's rows as they are: a row of 64 bytes is a row of a product's first operand, so keys need no
-// transposition. The product then is [token][query]; each of its sums has the order and the bits of [query][token].
-class LatentScoreSteps {
+// A product of tiles in steps: those of up to kColumnTiles groups of 16 results (`count` in all), one after the other,
+// each in `depth` steps along the sums. They can be interleaved with the rows of another tile's softmax.
+// Own::step_of<N> does step at_ of N groups from group_ on and, if ends(), stores their results and calls next().
+template <typename Own>
+class TileSteps {
  public:
-  LatentScoreSteps(const AttentionTile& a, Scores& out)
-      : a_(a),
-        rows_(*static_cast<const LatentRows*>(a.spans[0])),
-        out_(out[0]),
-        groups_((a.tokens + kKeyGroup - 1) / kKeyGroup),
-        depth_(a.layout->key_dim / kStep) {}
-  int left() const { return (groups_ - group_ + kColumnTiles - 1) / kColumnTiles * depth_ - d_; }
+  int left() const { return (count_ - group_ + kColumnTiles - 1) / kColumnTiles * depth_ - at_; }
   void step() {
-    with_constant<kColumnTiles>(std::min(kColumnTiles, groups_ - group_), [&](auto n) { step_of<n>(); });
+    with_constant<kColumnTiles>(std::min(kColumnTiles, count_ - group_),
+                                [&](auto n) { static_cast<Own*>(this)->template step_of<n>(); });
   }
 
+ protected:
+  TileSteps(int count, int depth) : count_(count), depth_(depth) {}
+  AS_INLINE bool ends() { return ++at_ == depth_; }
+  AS_INLINE void next(int groups) { at_ = 0, group_ += groups; }
+
+  const int count_, depth_;
+  int group_ = 0, at_ = 0;
+};
+
+// A latent cache's rows as they are: a row of 64 bytes is a row of a product's first operand, so keys need no
+// transposition. The product then is [token][query]; each of its sums has the order and the bits of [query][token].
+class LatentScoreSteps : public TileSteps<LatentScoreSteps> {
+ public:
+  LatentScoreSteps(const AttentionTile& a, Scores& out)
+      : TileSteps((a.tokens + kKeyGroup - 1) / kKeyGroup, a.layout->key_dim / kStep),
+        a_(a),
+        rows_(*static_cast<const LatentRows*>(a.spans[0])),
+        out_(out[0]) {}
+
  private:
+  friend TileSteps;
   template <int N>
   void step_of() {
-    if (d_ == 0) {
+    if (at_ == 0) {
       configure_tiles(kTileRows);
       zero_tiles<N>();
     }
-    tile_load<4>(a_.converted + d_ * 1024, 64);
-    step_tiles_after<N>([&](int i) { return rows_.groups[group_ + i] + d_ * 64; }, (int64_t)rows_.stride);
-    if (++d_ < depth_) return;
+    tile_load<4>(a_.converted + at_ * 1024, 64);
+    step_tiles_after<N>([&](int i) { return rows_.groups[group_ + i] + at_ * 64; }, (int64_t)rows_.stride);
+    if (!ends()) return;
     alignas(64) float sums[kKeyGroup][N * 16];
     store_tiles<N>(sums[0], sizeof sums[0]);
     for (int i = 0; i < N; i++)
       transpose_16((const char*)(sums[0] + i * 16), sizeof sums[0], (char*)(out_ + (group_ + i) * kKeyGroup),
                    kBlockTokens * sizeof(float));
-    d_ = 0, group_ += N;
+    next(N);
   }
 
   const AttentionTile& a_;
   const LatentRows& rows_;
   float* const out_;
-  const int groups_, depth_;
-  int group_ = 0, d_ = 0;
 };
 
 // Weights times the rows' first features. Two rows are interleaved for 64 columns at a time, which stay in the first
 // level.
-class LatentValueSteps {
+class LatentValueSteps : public TileSteps<LatentValueSteps> {
  public:
   LatentValueSteps(const AttentionTile& a, const Weights& weights)
-      : a_(a),
+      : TileSteps(a.layout->padded_dim / 16, (a.tokens + kStep - 1) / kStep),
+        a_(a),
         rows_(*static_cast<const LatentRows*>(a.spans[0])),
-        weights_(weights),
-        columns_(a.layout->padded_dim / 16) {}
-  int left() const {
-    return (columns_ - column_ + kColumnTiles - 1) / kColumnTiles * ((a_.tokens + kStep - 1) / kStep) - t_ / kStep;
-  }
-  void step() {
-    with_constant<kColumnTiles>(std::min(kColumnTiles, columns_ - column_), [&](auto n) { step_of<n>(); });
-  }
+        weights_(weights) {}
 
  private:
+  friend TileSteps;
   template <int N>
   void step_of() {
-    if (t_ == 0) {
+    if (at_ == 0) {
       configure_tiles(a_.rows);
       interleave<N>();
       zero_tiles<N>();
     }
-    tile_load<4>(weights_[0] + t_, kBlockTokens * 2);
-    step_tiles<N>([&](int i) { return pairs_ + (t_ / 2 * N + i) * 64; }, N * 64);
-    t_ += kStep;
-    if (t_ < a_.tokens) return;
+    tile_load<4>(weights_[0] + at_ * kStep, kBlockTokens * 2);
+    step_tiles<N>([&](int i) { return pairs_ + (at_ * (kStep / 2) * N + i) * 64; }, N * 64);
+    if (!ends()) return;
     store<N>();
-    t_ = 0, column_ += N;
+    next(N);
   }
 
   // [pair of tokens][N tiles of 16 columns][2]. Interleaving halves of 128 bits is one instruction for 16 pairs of
@@ -138,8 +147,8 @@ class LatentValueSteps {
   template <int N>
   AS_INLINE void interleave() {
     char* to = pairs_;
-    for (int token = 0; token < (a_.tokens + kStep - 1) / kStep * kStep; token += 2) {
-      const char* even = rows_.groups[token / kKeyGroup] + token % kKeyGroup * rows_.stride + column_ * 32;
+    for (int token = 0; token < depth_ * kStep; token += 2) {
+      const char* even = rows_.groups[token / kKeyGroup] + token % kKeyGroup * rows_.stride + group_ * 32;
       const char* odd = even + rows_.stride;
       const bool seen = token < a_.tokens, both = token + 1 < a_.tokens;
       int i = 0;
@@ -167,7 +176,7 @@ class LatentValueSteps {
     const vi first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
              second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int r = 0; r < a_.rows; r++) {
-      float* out = a_.out + (size_t)r * padded + column_ * 16;
+      float* out = a_.out + (size_t)r * padded + group_ * 16;
       int i = 0;
 #pragma GCC unroll 2
       for (; i + 2 <= N; i += 2) {
@@ -182,8 +191,6 @@ class LatentValueSteps {
   const AttentionTile& a_;
   const LatentRows& rows_;
   const Weights& weights_;
-  const int columns_;
-  int column_ = 0, t_ = 0;
   alignas(64) char pairs_[kBlockTokens / 2 * kColumnTiles * 64];
 };
 
