@@ -26,14 +26,15 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// Formats of weights (kBits bits) and activations. kRowBytes: bytes of a row of a block of activations. kParts:
-// products of a block. kSets: sets of scales of a block. kSegments: within a split-K part, sums become floats and are
-// added to a total. kWhole: that happens only at the part's end, where scales and row sums are read from global memory.
+// Formats of weights (kBits bits) and activations. kDequantizes: weights become bfloat16 in registers. kRowBytes: bytes
+// of a row of a block of activations. kParts: products of a block. kSets: sets of scales of a block. kSegments: within
+// a split-K part, sums become floats and are added to a total. kWhole: that happens only at the part's end, where
+// scales and row sums are read from global memory.
 template <class Type>    // a WeightType
 struct Rounded : Type {  // bfloat16 activations
   using Sum = float;
   static constexpr int kRowBytes = cuda::kRowBytes, kParts = 4, kSets = Type::kFine ? 4 : 1;
-  static constexpr bool kSegments = false, kFloats = false, kWhole = false;
+  static constexpr bool kDequantizes = true, kSegments = false, kFloats = false, kWhole = false;
   static constexpr SumScales kScales = SumScales::none;
 };
 template <int kWeightBits, bool kOneGroup = false>
@@ -41,7 +42,7 @@ struct Integers {
   using Sum = int;
   static constexpr int kBits = kWeightBits, kRowBytes = kByteRow, kParts = 2, kSets = kOneGroup ? 0 : 1;
   static constexpr Codes kCodes = Codes::integers;
-  static constexpr bool kFine = false, kSegments = true, kFloats = false, kWhole = kOneGroup;
+  static constexpr bool kDequantizes = false, kFine = false, kSegments = true, kFloats = false, kWhole = kOneGroup;
   static constexpr SumScales kScales = SumScales::rows;
 };
 template <bool kGroups = false>  // kGroups: scales of 128 columns
@@ -49,7 +50,7 @@ struct Floats {
   using Sum = float;
   static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = kGroups;
   static constexpr Codes kCodes = Codes::integers;
-  static constexpr bool kFine = false, kSegments = kGroups, kFloats = true, kWhole = false;
+  static constexpr bool kDequantizes = false, kFine = false, kSegments = kGroups, kFloats = true, kWhole = false;
   static constexpr SumScales kScales = kGroups ? SumScales::none : SumScales::columns_and_rows;
 };
 
@@ -69,7 +70,7 @@ struct StreamKShape {
   static constexpr int kCopyRegisters = kGroups == 2 ? 56 : kGroups == 3 ? 56 : 64;
   static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= (kGroups + 1) * kLaunched);
   static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
-  static constexpr bool kDequantizes = Format::kParts == 4;
+  static constexpr bool kDequantizes = Format::kDequantizes;
   // Few rows are multiplied by mma.sync, which takes fewer instructions. Where weights are dequantized, wgmma runs
   // beside that. Not e4m3: wgmma's sums have other bits.
   static constexpr bool kFew = kRows <= 32 && !kDequantizes && !Format::kFloats;
@@ -542,7 +543,7 @@ void start_quantized_stream_k(const GemmArgs& p, int rows, const Queue& queue) {
   if (rows <= 8) return start_stream_k_rows<Format, 8, 4>(p, rows, queue);
   if (rows <= 16) return start_stream_k_rows<Format, 16, 4>(p, rows, queue);
   if (rows <= 32) return start_stream_k_rows<Format, 32, 4>(p, rows, queue);
-  if constexpr (Format::kParts == 4) {
+  if constexpr (Format::kDequantizes) {
     // As measured: of one split-K part registers hold more sums than of several.
     if (rows <= 64)
       start_widest<StreamKShape<Format, 64, 4>, StreamKShape<Format, 64, 3>, StreamKShape<Format, 64, 2>>(p, rows,
