@@ -306,8 +306,10 @@ class Gpu(Device):
             raise not_available(f"{missing[0]} on CUDA")
 
     def step_tokens_of(self, graph: Graph) -> int:
-        """See Device. Many experts get few rows each of 2,048: a step takes as long as reading their weights."""
-        return 2 * self.step_tokens if any(op.type == "expert_linear" for op in graph.ops) else self.step_tokens
+        """See Device. Many experts get few rows each of 2,048: a step takes as long as reading their weights. While
+        others decode, their time bounds a step (`TokenBudget`).
+        """
+        return 4 * self.step_tokens if any(op.type == "expert_linear" for op in graph.ops) else self.step_tokens
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str, whole: bool = False) -> int:
         """See `Device.span_bytes`."""
