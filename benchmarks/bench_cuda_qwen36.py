@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--compute-unit", default="CUDA:0")
     parser.add_argument("--step-tokens", type=int, default=0, help="max_step_tokens (default: the engine's choice)")
     parser.add_argument("--profile", action="store_true", help="print the ops' times")
-    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of a step, by their times")
+    parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of steps and prompts, by time")
     options = parser.parse_args()
     if options.kernels:
         sys.path.insert(0, str(Path(__file__).parent / "cuda"))
@@ -99,6 +99,10 @@ def main() -> None:
             seconds = min(asked(engine, count, length, 1, rng, shape.tokens)[-1] for _ in range(3))
             print(f"prompts {count} x {length}: {seconds:.3f} s, all layers "
                   f"{count * length / seconds * options.layers / LAYERS:,.0f} tokens/s", flush=True)
+            if options.kernels:
+                kernels = kernels_of(
+                    lambda count=count, length=length: asked(engine, count, length, 1, rng, shape.tokens), 1)
+                show_kernels(kernels, 1, f"{count} x {length} and the first tokens", options.kernels)
         if options.profile:
             print(engine.get_op_profiling_info(MODEL), flush=True)
         engine.release_model(MODEL)
