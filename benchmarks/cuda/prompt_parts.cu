@@ -142,13 +142,21 @@ static Matrix in_tiles(int n, int k, int experts, uint64_t seed) {
   return m;
 }
 
-// Both products of experts; how many of the last values differ from those of the kernels for few entries.
+static uint16_t rounded(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Both products of experts; how many of the last values differ from those of the kernels for few entries, in float32
+// and rounded to bfloat16.
 static void experts_of(int rows, int hidden, int inner, int experts, int top, float skew, bool timed) {
   const Matrix up = in_tiles(2 * inner, hidden, experts, 3), down = in_tiles(hidden, inner, experts, 4);
   const size_t count = (size_t)rows * top;
   const Rows x{nullptr, memory<uint16_t>(tiles_bytes(rows, hidden)), hidden},
       gated{nullptr, memory<uint16_t>(tiles_bytes((int)count, inner)), inner},
-      made{memory<float>(count * hidden * 4), nullptr, hidden};
+      made{memory<float>(count * hidden * 4), nullptr, hidden},
+      made16{nullptr, memory<uint16_t>(tiles_bytes((int)count, hidden)), hidden};
   typed::fill_noise(x.tiles, tiles_bytes(rows, hidden), kDType16, 1, 7, queue);
   Entries e = entries_of(rows, top, 0, experts);
   choose(e, rows, top, experts, skew, 5);
@@ -161,7 +169,8 @@ static void experts_of(int rows, int hidden, int inner, int experts, int top, fl
     check(cudaMemset(gated.tiles, 0, tiles_bytes((int)count, inner)));
     check(cudaDeviceSynchronize());
     typed::gemm_experts(first, (int)count, c.tile_rows, queue, c.algo);
-    typed::gemm_experts(second, (int)count, c.tile_rows, queue, c.algo);
+    for (const Rows& to : {made, made16})
+      second.gemm.y = to, typed::gemm_experts(second, (int)count, c.tile_rows, queue, c.algo);
     return host(made.values, count * hidden);
   };
   const ExpertChoice choice = choose_expert_gemm(chip_of(queue), Kind::dtype16, (int)count, experts);
@@ -169,13 +178,16 @@ static void experts_of(int rows, int hidden, int inner, int experts, int top, fl
   const std::vector<int> before = e.entry_of;
   for (int tile_rows : {choice.tile_rows, 128}) {
     const std::vector<float> found = compute({tile_rows < 64 ? choice.algo : GemmAlgo::prefill, tile_rows});
-    size_t other = 0;
+    const std::vector<uint16_t> found16 = host(made16.tiles, tiles_bytes((int)count, hidden) / 2);
+    size_t other = 0, other16 = 0;
     for (size_t i = 0; i < count; i++)
-      for (int j = 0; j < hidden; j++)
-        other +=
-            std::memcmp(&right[before[i] * (size_t)hidden + j], &found[e.entry_of[i] * (size_t)hidden + j], 4) != 0;
-    std::printf("experts: %d rows, %d x %d, %d of %d, tiles of %d: %d tiles; %zu other bits, lists %s\n", rows, hidden,
-                inner, top, experts, tile_rows, host(e.routing.tile_count, 1)[0], other,
+      for (int j = 0; j < hidden; j++) {
+        const float value = right[before[i] * (size_t)hidden + j];
+        other += std::memcmp(&value, &found[e.entry_of[i] * (size_t)hidden + j], 4) != 0;
+        other16 += rounded(value) != found16[tile_offset(e.entry_of[i], j, blocks_of(hidden))];
+      }
+    std::printf("experts: %d rows, %d x %d, %d of %d, tiles of %d: %d tiles; %zu and %zu other bits, lists %s\n", rows,
+                hidden, inner, top, experts, tile_rows, host(e.routing.tile_count, 1)[0], other, other16,
                 lists_are_right(e, tile_rows) ? "right" : "WRONG");
   }
   if (timed) {
@@ -183,10 +195,15 @@ static void experts_of(int rows, int hidden, int inner, int experts, int top, fl
     const double weights = (double)experts * tiles_bytes(hidden, inner);
     time_it("gate and up", 2 * weights + 2.0 * rows * hidden + 2.0 * count * inner,
             [&] { typed::gemm_experts(first, (int)count, choice.tile_rows, queue, choice.algo); });
+    second.gemm.y = made;
     time_it("down", weights + 2.0 * count * inner + 4.0 * count * hidden,
             [&] { typed::gemm_experts(second, (int)count, choice.tile_rows, queue, choice.algo); });
+    second.gemm.y = made16;
+    time_it("down, 16-bit entries", weights + 2.0 * count * inner + 2.0 * count * hidden,
+            [&] { typed::gemm_experts(second, (int)count, choice.tile_rows, queue, choice.algo); });
   }
-  for (void* data : {(void*)up.tiles, (void*)down.tiles, (void*)x.tiles, (void*)gated.tiles, (void*)made.values})
+  for (void* data : {(void*)up.tiles, (void*)down.tiles, (void*)x.tiles, (void*)gated.tiles, (void*)made.values,
+                     (void*)made16.tiles})
     check(cudaFree(data));
 }
 
@@ -207,27 +224,32 @@ static void lists(int rows, int top, int begin, int end, int all, bool timed) {
   time_it("with lists", 24.0 * e.chosen.size(), [&] { restore(), group_entries(e.routing, rows, 128, queue); });
 }
 
-static void sums(int rows, int width, int top, bool timed) {
+// halves: entries have 16 bits.
+static void sums(int rows, int width, int top, bool halves, bool timed) {
   const int experts = 64;
   Entries e = entries_of(rows, top, 0, experts);
   choose(e, rows, top, experts + 3, 0, rows);  // other ranks have the last three
   group(e, rows, 64);
   const size_t count = (size_t)rows * width;
-  float *entries = floats(count * top, 1), *shared = floats(count, 2), *start = floats(count, 3), *x = floats(count, 4),
+  float *values = floats(count * top, 1), *shared = floats(count, 2), *start = floats(count, 3), *x = floats(count, 4),
         *gate = floats(width, 5, 0.05f), *norm = floats(width, 6), *routed = memory<float>(count * 4),
         *y = memory<float>(count * 4), *shares = floats((size_t)rows * top, 8);
   check(cudaMemcpy(e.routing.shares, shares, (size_t)rows * top * 4, cudaMemcpyDeviceToDevice));
   check(cudaDeviceSynchronize());
   uint16_t* tiles = memory<uint16_t>(tiles_bytes(rows, width));
   Combination c;
-  c.y = {routed, nullptr, width}, c.entries = entries, c.routing = e.routing;
+  uint16_t* const entries16 = memory<uint16_t>(tiles_bytes(rows * top, width));
+  typed::fill_noise(entries16, tiles_bytes(rows * top, width), kDType16, 1, 9, queue);
+  c.y = {routed, nullptr, width},
+  c.entries = {halves ? nullptr : values, halves ? entries16 : nullptr, width, kDType16};
+  c.routing = e.routing;
   SharedSum plain;
   plain.adds = true, plain.y = {y, nullptr, width}, plain.norm = {norm, 1e-6f, true},
   plain.normed = {nullptr, tiles, width};
   plain.gate.w = {1, width, Kind::f32, kDType16, gate}, plain.gate.x = {x, nullptr, width};
   plain.shared = shared, plain.routed = routed;
   SharedSum one = plain;
-  one.entries = entries, one.routing = e.routing;
+  one.entries = c.entries, one.routing = e.routing;
   const auto reset = [&] { check(cudaMemcpyAsync(y, start, count * 4, cudaMemcpyDeviceToDevice, stream)); };
   const auto numbers = [&] { return number_of(y, count * 4) ^ 3 * number_of(tiles, tiles_bytes(rows, width)); };
   const auto two_kernels = [&] {
@@ -237,15 +259,16 @@ static void sums(int rows, int width, int top, bool timed) {
   const uint64_t two = numbers();
   check(cudaMemset(tiles, 0, tiles_bytes(rows, width))), check(cudaDeviceSynchronize());
   reset(), typed::add_shared_expert(one, rows, queue);
-  std::printf("sums of %d x %d, %d entries: %016llx, one kernel %s\n", rows, width, top, (unsigned long long)two,
-              numbers() == two ? "the same" : "OTHER");
+  std::printf("sums of %d x %d, %d %s entries: %016llx, one kernel %s\n", rows, width, top,
+              halves ? "16-bit" : "float32", (unsigned long long)two, numbers() == two ? "the same" : "OTHER");
   if (timed) {
-    const double bytes = 4.0 * count * (top + 4) + 2.0 * count;
+    const double of_entries = (halves ? 2.0 : 4.0) * count * top, bytes = of_entries + 18.0 * count;
     time_it("two kernels", bytes + 8.0 * count, two_kernels);
-    time_it("entries alone", 4.0 * count * (top + 1), [&] { typed::combine_experts(c, rows, queue); });
+    time_it("entries alone", of_entries + 4.0 * count, [&] { typed::combine_experts(c, rows, queue); });
     time_it("one kernel", bytes, [&] { typed::add_shared_expert(one, rows, queue); });
   }
-  for (float* data : {entries, shared, start, x, gate, norm, routed, y, shares}) check(cudaFree(data));
+  for (float* data : {values, shared, start, x, gate, norm, routed, y, shares}) check(cudaFree(data));
+  check(cudaFree(entries16));
 }
 
 static void convolution(const std::vector<int>& counts, int start, int channels, bool timed) {
@@ -357,8 +380,10 @@ int main(int argc, char** argv) {
     lists(2049, 8, 64, 191, 256, false), lists(1033, 6, 0, 600, 601, false), lists(4099, 4, 3, 8, 9, false);
   }
   if (wanted("sums")) {
-    for (int rows : {1, 13, 1023, 1031, 4096}) sums(rows, 2048, 8, rows == 4096);
-    sums(1025, 1096, 5, false), sums(31, 4104, 11, false), sums(2003, 132, 3, false);
+    for (bool halves : {false, true}) {
+      for (int rows : {1, 13, 1023, 1031, 4096}) sums(rows, 2048, 8, halves, rows == 4096);
+      sums(1025, 1096, 5, halves, false), sums(31, 4104, 11, halves, false), sums(2003, 132, 3, halves, false);
+    }
   }
   if (wanted("convolution")) {
     convolution({1024, 1024, 1024, 1024}, 0, 8192, true), convolution({4096}, 0, 8192, true);
@@ -374,8 +399,9 @@ int main(int argc, char** argv) {
     rule({201, 64}, 30, {20, 36, 1, 2}, false), rule({640, 640, 640}, 20, {128, 64, 16, 32}, false);
   }
   if (wanted("logits")) {
-    for (int rows : {257, 4096, 1031}) logits(rows, 2048, 256, rows == 4096);
-    logits(300, 132, 31, false);
+    for (int rows : {257, 4096, 8192, 1031}) logits(rows, 2048, 256, rows >= 4096);
+    logits(300, 132, 31, false), logits(1409, 2880, 128, true), logits(2000, 324, 70, false);
+    logits(2048, 2880, 32, true), logits(4096, 2880, 32, true), logits(700, 128, 513, false);
   }
   if (wanted("experts")) {
     experts_of(701, 192, 96, 5, 2, 0.5f, false), experts_of(257, 64, 320, 3, 1, 0, false);

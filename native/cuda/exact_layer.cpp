@@ -54,7 +54,8 @@ void run_exact_layer(const ExactLayer& layer, const MultiplyExperts& multiply, c
   const LayerRows s(layer, rows, routing.top, scratch);
   multiply_exact_layer(layer, multiply, x, rows, routing, scratch, s.y, queue);
   Combination c;
-  c.entries = s.y, c.routing = routing, c.y = {sums.values, nullptr, layer.down.n}, c.adds = sums.adds;
+  c.entries = {s.y, nullptr, layer.down.n}, c.routing = routing, c.y = {sums.values, nullptr, layer.down.n},
+  c.adds = sums.adds;
   combine_experts(c, rows, queue);
 }
 

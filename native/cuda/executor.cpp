@@ -343,16 +343,18 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
 }
 
 std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const int* chosen, int rows, int top,
-                                                  GemmAlgo algo, int tile_rows) {
+                                                  GemmAlgo algo, int tile_rows, bool rounded) {
   Matrix m = weights_.matrix(id);
   if (m.takes_bytes() && device_.capability() != 90)
     throw std::invalid_argument("stacks of experts of type " + format_of(m) + " are for capability 9.0 (Hopper)");
+  if (rounded && m.kind == Kind::f32) throw std::invalid_argument("entries of experts in float32 are not rounded");
   m.max_split_k = 1;
   const int entries = rows * top;
-  std::vector<float> y((size_t)entries * m.n), made(y.size());
+  std::vector<float> y((size_t)entries * m.n);
   if (!entries) return y;
   device_.use();
-  Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
+  Memory in((size_t)rows * m.k * sizeof(float), "activations"),
+      out(rounded ? tiles_bytes(entries, m.n) : y.size() * sizeof(float), "activations"),
       tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
       bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations"),
       memory(routing_bytes(rows, top, m.experts), "rows of experts");
@@ -363,7 +365,8 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   check(cudaMemcpy(e.routing.entry_of, chosen, entries * sizeof(int), cudaMemcpyHostToDevice), "copying experts");
   check(cudaStreamSynchronize(nullptr), "copying rows");
-  p.w = m, p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
+  p.w = m, p.x = {in.as<float>(), nullptr, m.k};
+  p.y = {rounded ? nullptr : out.as<float>(), rounded ? out.as<uint16_t>() : nullptr, m.n, m.dtype};
   if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k, m.dtype};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
@@ -378,9 +381,15 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   device_.wait();
   std::vector<int> entry_of(entries);
   check(cudaMemcpy(entry_of.data(), e.routing.entry_of, entries * sizeof(int), cudaMemcpyDeviceToHost), "copying rows");
+  std::vector<char> made(out.size());
   check(cudaMemcpy(made.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
+  const float* values = reinterpret_cast<const float*>(made.data());
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(made.data());
   for (int i = 0; i < entries; i++)
-    std::memcpy(&y[(size_t)i * m.n], &made[(size_t)entry_of[i] * m.n], m.n * sizeof(float));
+    for (int column = 0; column < m.n; column++)
+      y[(size_t)i * m.n + column] =
+          rounded ? cuda::widened(halves[tile_offset(entry_of[i], column, blocks_of(m.n))], m.dtype)
+                  : values[(size_t)entry_of[i] * m.n + column];
   return y;
 }
 

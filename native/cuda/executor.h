@@ -95,9 +95,9 @@ class CudaExecutor : public Model {
   // rounded: y is rounded to 16 bits, as partial sums of ranks are.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, GemmAlgo algo, bool rounded = false);
   // y [rows, top, n]: each row times the matrices of its experts, chosen [rows, top] in ascending order, for tests.
-  // tile_rows: 0 for the number that a step chooses.
+  // tile_rows: 0 for the number that a step chooses. rounded: y is rounded to 16 bits, as entries are.
   std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, GemmAlgo algo,
-                                      int tile_rows);
+                                      int tile_rows, bool rounded = false);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed = its norm, with all parts on this GPU.
   // way: as ranks read each other's parts: "read"; "pushed": those of ranks from 1 on are in the buffers that other
   // ranks push to; "host": by host memory, each rank in turn.

@@ -307,7 +307,8 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
            "Raises DeviceLost, as if a kernel's CTAs had waited in vain for each other: for tests.")
       .def(
           "multiply_experts",
-          [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& algo, int tile_rows) {
+          [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& algo, int tile_rows,
+             bool rounded) {
             const Matrix& m = e.weights().matrix(id);
             if (x.ndim() != 2 || x.shape(1) != m.k || chosen.ndim() != 2 || chosen.shape(0) != x.shape(0) ||
                 chosen.shape(1) > kMaxTop)
@@ -317,13 +318,14 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
               if (chosen.data()[i] < 0 || chosen.data()[i] >= m.experts)
                 throw std::invalid_argument("multiply_experts: there are " + std::to_string(m.experts) + " experts");
             const int top = (int)chosen.shape(1);
-            const std::vector<float> y =
-                e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top, gemm_algo_of(algo), tile_rows);
+            const std::vector<float> y = e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top,
+                                                            gemm_algo_of(algo), tile_rows, rounded);
             return py::array_t<float>({x.shape(0), (py::ssize_t)top, (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("chosen"), py::arg("algo") = "any", py::arg("tile_rows") = 0,
+          py::arg("rounded") = false,
           "[rows, experts of a row, n]: x times the matrices of a stack that are chosen for each row, for "
-          "tests.")
+          "tests. rounded: to 16 bits, as entries of experts are.")
       .def(
           "sum_ranks",
           [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, const std::string& dtype,

@@ -221,19 +221,23 @@ int Workspace::max_rows(int tensor) const {
 }
 
 // Whether a tensor is stored in 16 bits only: its readers are GEMMs that take 16-bit rows, or select rows for such
-// GEMMs, and its writers can round.
+// GEMMs, and its writers can round. So are the entries of experts in 16 bits or less, since a row has many of them.
 bool Workspace::is_tiled(int tensor) const {
   bool read = false;
   for (const OpNode& op : program.ops()) {
-    if (op.adapts() && op.inputs[0] != tensor) continue;  // these ops read both types
+    // These ops read both types, and one of them writes both.
+    if (op.adapts() && (op.inputs[0] != tensor || op.is(Op::expert_lora))) continue;
     if (op.is(Op::select_rows) && op.inputs[0] == tensor && is_tiled(op.outputs[0])) {
+      read = true;
+    } else if (op.is(Op::combine_experts) && op.inputs[0] == tensor) {
       read = true;
     } else if (has(op.inputs, tensor)) {
       if (!is_gemm(op) || !weights.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
     }
     if (!has(op.outputs, tensor)) continue;
-    const OutputForm output = cuda_op(op).output;
+    const bool entries = op.is(Op::expert_linear) && weights.matrix(op.weights[0]).reads_tiles();
+    const OutputForm output = entries ? OutputForm::tiles : cuda_op(op).output;
     if (output == OutputForm::values || (output == OutputForm::cache_type && limits.cache_dtype != dtype)) return false;
   }
   return read;

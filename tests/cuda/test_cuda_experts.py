@@ -79,6 +79,9 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
             for algo, height in kernels if found.capability == 90 else kernels[:5]:  # higher tiles are Hopper's
                 part = found.multiply_experts(handle, x[one], chosen[one], algo, height)
                 assert part.tobytes() == every[one].tobytes(), (kind, first, rows, algo, height)
+                if form != "float32":
+                    part = found.multiply_experts(handle, x[one], chosen[one], algo, height, rounded=True)
+                    np.testing.assert_array_equal(part, rounded(every[one], of), f"{kind, first, rows, algo, height}")
 
 
 def skip_without_kernels(form: str) -> None:
@@ -113,6 +116,8 @@ def test_products_of_8_bit_rows_have_the_same_bits(n, k, form, group):
             for height in (0, 8, 16, 32, 64, 128):
                 part = found.multiply_experts(handle, x[one], chosen[one], "any", height)
                 assert part.tobytes() == every[one].tobytes(), (kind, first, rows, height)
+                part = found.multiply_experts(handle, x[one], chosen[one], "any", height, rounded=True)
+                np.testing.assert_array_equal(part, rounded(every[one], "bfloat16"), f"{kind, first, rows, height}")
 
 
 @pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("w8a8", 0), ("w8a8", 64)])

@@ -20,7 +20,7 @@ Combination combination_at(const Binding& b, size_t i, size_t& last) {
     refuse("op combine_experts of other weights than a router's");
   const std::optional<size_t> sum = add_after(b, i, op.outputs[0]);
   Combination c;
-  c.entries = x.values(), c.routing = b.workspace.expert_rows.at(x.row_set).routing, c.adds = sum.has_value();
+  c.entries = x.rows, c.routing = b.workspace.expert_rows.at(x.row_set).routing, c.adds = sum.has_value();
   c.y = sum ? b.in(b.ops[*sum]).rows : partial_of(b, i).value_or(b.out(op).rows);
   last = sum.value_or(i);
   if (sum) take_norm(b, last, c.norm, c.normed);

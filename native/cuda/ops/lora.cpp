@@ -57,7 +57,7 @@ int bind_expert_lora(Binding& b, size_t i) {
   sums.chosen = entries.of == kOutputRows ? b.workspace.data->chosen() : nullptr;
   sums.is_dtype16 = adapters.limits.is_dtype16, sums.type = b.workspace.dtype, sums.max_rank = adapters.limits.max_rank;
   sums.inner = b.workspace.inner.as<float>();
-  sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
+  sums.x = x.rows, sums.y = y.rows.values, e.tiles = y.rows.tiles, sums.width = y.rows.width;
   if (b.interleaved.count(op.inputs[0])) sums.paired_gates = y.rows.width / 2, sums.width = paired_rows(y.rows.width);
   sums.count = 1, sums.columns[0] = {op.integer("target"), op.integer("offset"), op.integer("columns")};
   if (sums.columns[0].columns)

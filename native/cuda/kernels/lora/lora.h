@@ -52,9 +52,11 @@ struct AdaptedSums {
 void add_lora(const AdaptedSums& a, int rows, const Queue& queue);
 
 // The same for the entries of a step, for the one target columns[0] that expert 0 has; the next expert has the next
-// target. Nothing is fused. inner: [entries, whole_ranks(max_rank)]. gathers: x has rows, otherwise entries.
+// target. Nothing is fused. inner: [entries, whole_ranks(max_rank)]. gathers: x has rows, otherwise entries. tiles: y
+// if it is stored in 16 bits, to which sums are rounded; sums.y is null then.
 struct ExpertSums {
   AdaptedSums sums;
+  uint16_t* tiles = nullptr;
   Routing routing;
   bool gathers = false;
 };

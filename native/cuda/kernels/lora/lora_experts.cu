@@ -117,8 +117,14 @@ __global__ void __launch_bounds__(kExpandThreads) expand_experts_kernel(ExpertSu
 #pragma unroll
     for (int i = 0; i < kTogether; i++)
       if (with >> i & 1) {
-        float& y = a.y[(size_t)(first + i) * a.width + place_of(a, own.offset + column)];
-        y = __fadd_rn(y, sums[i]);
+        const int at = place_of(a, own.offset + column);
+        if (e.tiles) {
+          uint16_t& y = e.tiles[tile_offset(first + i, at, blocks_of(a.width))];
+          y = to_dtype16(__fadd_rn(from_dtype16(y), sums[i]));
+        } else {
+          float& y = a.y[(size_t)(first + i) * a.width + at];
+          y = __fadd_rn(y, sums[i]);
+        }
       }
   });
 }

@@ -30,30 +30,61 @@ __device__ void norm_row(const NormedSum& c, int row, float squares, float (&kep
 
 int threads_of(int width) { return std::min(ceil_div(width, 32 * kEight) * 32, kThreads); }
 
-// Eight columns of the weighted sum of a row's entries.
-__device__ __forceinline__ void sum_entries(const float* values, const int* entries, const float* shares, int top,
-                                            int column, int width, float (&sum)[kEight]) {
-  constexpr int kAtOnce = 4;  // entries whose loads are under way together
+// Eight columns of an entry as they are stored: float32, or 16 bits. Columns from the width on are zero in float32
+// only.
+template <bool kTiles>
+struct Stored {
+  float values[kEight];
+
+  __device__ __forceinline__ void read(const Rows& entries, int entry, int column) {
+    read_eight(entries.values + (size_t)entry * entries.width, column, entries.width, values);
+  }
+  __device__ __forceinline__ float at(int j) const { return values[j]; }
+};
+template <>
+struct Stored<true> {
+  uint32_t pairs[kEight / 2];
+
+  __device__ __forceinline__ void read(const Rows& entries, int entry, int column) {
+    const uint4 read = *reinterpret_cast<const uint4*>(
+        entries.tiles + tile_offset(entry, min(column, entries.width - 1), blocks_of(entries.width)) / kEight * kEight);
+    pairs[0] = read.x, pairs[1] = read.y, pairs[2] = read.z, pairs[3] = read.w;
+  }
+  __device__ __forceinline__ float at(int j) const { return j % 2 ? high_of(pairs[j / 2]) : low_of(pairs[j / 2]); }
+};
+
+// Eight columns of the weighted sum of a row's entries. Columns from the width on are zero.
+template <bool kTiles>
+__device__ __forceinline__ void sum_entries(const Rows& rows, const int* entries, const float* shares, int top,
+                                            int column, float (&sum)[kEight]) {
+  constexpr int kAtOnce = kTiles ? 8 : 4;  // entries whose loads are under way together
 #pragma unroll
   for (int j = 0; j < kEight; j++) sum[j] = 0;
   for (int begin = 0; begin < top; begin += kAtOnce) {
-    float own[kAtOnce][kEight], share[kAtOnce];
+    Stored<kTiles> own[kAtOnce];
+    float share[kAtOnce];
     bool there[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++) {
       const int at = min(begin + i, top - 1), entry = entries[at];
       there[i] = begin + i < top && entry >= 0, share[i] = shares[at];
-      read_eight(values + (size_t)max(entry, 0) * width, column, width, own[i]);
+      own[i].read(rows, max(entry, 0), column);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; i++)
 #pragma unroll
       for (int j = 0; j < kEight; j++)
-        if (there[i]) sum[j] = fmaf(own[i][j], share[i], sum[j]);
+        if (there[i]) sum[j] = fmaf(own[i].at(j), share[i], sum[j]);
+  }
+  if (kTiles && column + kEight > rows.width) {
+#pragma unroll
+    for (int j = 0; j < kEight; j++)
+      if (column + j >= rows.width) sum[j] = 0;
   }
 }
 
 // A CTA computes a row; a thread computes eight columns of it, and further ones of rows with more than 4,096 columns.
+template <bool kTiles>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Combination c) {
   const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x,
             stride = kEight * blockDim.x;
@@ -67,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   for (int column = first; column < width; column += stride) {
     float before[kEight] = {}, sum[kEight];
     if (c.adds) read_eight(c.y.values + (size_t)row * width, column, width, before);
-    sum_entries(c.entries, entries, shares, top, column, width, sum);
+    sum_entries<kTiles>(c.entries, entries, shares, top, column, sum);
 #pragma unroll
     for (int j = 0; j < kEight; j++) {
       if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
@@ -87,8 +118,11 @@ __device__ __forceinline__ float gate_logit(const SharedSum& c, int row, const f
   return c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
 }
 
-// Eight columns of what a row's sum adds. kSums: of entries, by ascending expert.
-template <bool kSums>
+// What a shared expert's output is added to: a sum, or entries that are summed by ascending expert.
+enum class Routed { sum, values, tiles };
+
+// Eight columns of what a row's sum adds.
+template <Routed kRouted>
 struct Summands {
   float before[kEight] = {}, shared[kEight], sum[kEight];
 
@@ -97,10 +131,10 @@ struct Summands {
     const size_t begin = (size_t)row * width;
     if (c.adds) read_eight(c.y.values + begin, column, width, before);
     read_eight(c.shared + begin, column, width, shared);
-    if constexpr (kSums)
-      sum_entries(c.entries, c.routing.entry_of + (size_t)row * top, c.routing.shares + (size_t)row * top, top, column,
-                  width, sum);
-    else read_eight(c.routed + begin, column, width, sum);
+    if constexpr (kRouted == Routed::sum) read_eight(c.routed + begin, column, width, sum);
+    else
+      sum_entries<kRouted == Routed::tiles>(c.entries, c.routing.entry_of + (size_t)row * top,
+                                            c.routing.shares + (size_t)row * top, top, column, sum);
   }
   // Leaves the total in `sum` and writes it. squares: receives those of the columns.
   __device__ __forceinline__ void add_up(const SharedSum& c, int row, int column, float gate, float& squares) {
@@ -116,7 +150,7 @@ struct Summands {
 };
 
 // A CTA computes adjacent rows, with the same threads for a row. A warp computes the gates of some of them.
-template <bool kWhole, bool kSums>
+template <bool kWhole, Routed kRouted>
 __global__ void __launch_bounds__(kThreads)
     add_shared_expert_kernel(const __grid_constant__ SharedSum c, int rows, int each) {
   extern __shared__ __align__(16) float gate_weights[];
@@ -129,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   if (c.norm.weight) read_eight(c.norm.weight, first, width, norm);
   if (!c.gates_early) await_previous();
   __syncthreads();
-  Summands<kSums> own;
+  Summands<kRouted> own;
   if (!c.gates_early) own.read(c, row0, first);
   for (int row = row0 + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
     const float gate = gate_logit<kWhole>(c, row, gate_weights);
@@ -150,8 +184,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The sum of entries in steps of many rows, of up to kManyWidth columns: a CTA for each row, with few registers so that
-// more rows are under way. Its last warp computes the gate while the others read.
+// The sum of 16-bit entries in steps of many rows, of up to kManyWidth columns: a CTA for each row, with few registers
+// so that more rows are under way. Its last warp computes the gate while the others read.
 constexpr int kManyWidth = 2048, kManyThreads = kManyWidth / kEight + 32;
 template <bool kWhole>
 __global__ void __launch_bounds__(kManyThreads, 3) sum_many_kernel(const __grid_constant__ SharedSum c) {
@@ -162,7 +196,7 @@ __global__ void __launch_bounds__(kManyThreads, 3) sum_many_kernel(const __grid_
   bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
   await_previous();
   __syncthreads();
-  Summands<true> own;
+  Summands<Routed::tiles> own;
   if (threadIdx.x / 32 == blockDim.x / 32 - 1) {
     const float logit = gate_logit<kWhole>(c, row, gate_weights);
     if (threadIdx.x % 32 == 0) gate = logit;
@@ -177,21 +211,28 @@ __global__ void __launch_bounds__(kManyThreads, 3) sum_many_kernel(const __grid_
   if (c.norm.weight) norm_row(c, row, squares, own.sum, weights);
 }
 
-template <bool kWhole>
+template <bool kWhole, Routed kRouted>
 void start_shared(const SharedSum& c, int rows, const Queue& queue) {
   const int threads = threads_of(c.y.width);
   const size_t shared = padded_columns(c.gate.w.k) * sizeof(float);
-  if (c.entries && rows >= kManyRows && c.y.width <= kManyWidth)
-    return start(queue, sum_many_kernel<kWhole>, rows, threads + 32, shared, c);
-  if (c.entries) return start(queue, add_shared_expert_kernel<kWhole, true>, rows, threads, shared, c, rows, 1);
-  const int each = rows < kManyRows ? 1 : kRowsOfCta;
-  start(queue, add_shared_expert_kernel<kWhole, false>, ceil_div(rows, each), threads, shared, c, rows, each);
+  if constexpr (kRouted == Routed::tiles)
+    if (rows >= kManyRows && c.y.width <= kManyWidth)
+      return start(queue, sum_many_kernel<kWhole>, rows, threads + 32, shared, c);
+  const int each = kRouted != Routed::sum || rows < kManyRows ? 1 : kRowsOfCta;
+  start(queue, add_shared_expert_kernel<kWhole, kRouted>, ceil_div(rows, each), threads, shared, c, rows, each);
+}
+
+template <bool kWhole>
+void start_shared(const SharedSum& c, int rows, const Queue& queue) {
+  if (c.entries.tiles) start_shared<kWhole, Routed::tiles>(c, rows, queue);
+  else if (c.entries.values) start_shared<kWhole, Routed::values>(c, rows, queue);
+  else start_shared<kWhole, Routed::sum>(c, rows, queue);
 }
 
 }  // namespace
 
 void combine_experts(const Combination& c, int rows, const Queue& queue) {
-  start(queue, combine_kernel, rows, threads_of(c.y.width), 0, c);
+  start(queue, c.entries.tiles ? combine_kernel<true> : combine_kernel<false>, rows, threads_of(c.y.width), 0, c);
 }
 
 void add_shared_expert(const SharedSum& c, int rows, const Queue& queue) {

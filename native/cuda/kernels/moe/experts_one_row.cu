@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       float sum = 0;
       for (int i = 0; i < chosen.count; i++) {
         const float* bias = bias_of(e, chosen.experts[i]);
-        const float value = bias ? __fadd_rn(values[i * kTileRows], bias[column]) : values[i * kTileRows];
+        float value = bias ? __fadd_rn(values[i * kTileRows], bias[column]) : values[i * kTileRows];
+        if (e.gemm.y.tiles) value = from_dtype16(to_dtype16(value));
         sum = fmaf(value, chosen.shares[i], sum);
       }
       put(c.y, 0, column, c.adds ? __fadd_rn(before, sum) : sum);

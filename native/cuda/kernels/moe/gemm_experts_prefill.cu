@@ -33,7 +33,11 @@ struct Shape {
   static_assert(kAskers <= kCopiers / 32);
   static constexpr int kRowsAt = (kGroups * kWeightBytes + 1023) / 1024 * 1024, kRowsBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kRowsAt + kDepth * kRowsBytes;
-  static constexpr int kStages = (208 << 10) / kStageBytes, kShared = kStages * kStageBytes;
+  static constexpr int kStages = (208 << 10) / kStageBytes;
+  // Behind the stages each warpgroup has memory for write_staged(), if there are many entries.
+  static constexpr bool kStaged = kRows >= 2 * kStagedRows;
+  static constexpr int kShared = kStages * kStageBytes + (kStaged ? kGroups * kStagedBytes : 0);
+  static_assert(kShared <= 227 << 10);
   // Rows that the copying threads copy at once, a chunk of a block each; copies of a thread for a stage.
   static constexpr int kAround = kCopiers / 8, kCopies = kDepth * kRows / kAround,
                        kPlaces = kCopies > kDepth ? kRows / kAround : 1;
@@ -239,7 +243,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         settle(d);
         if (ends) barrier_arrive(&empty[last]);
       }
-      write_sums(e, tile, item % columns * kGroups + group, d);
+      const int block = item % columns * kGroups + group;
+      if (S::kStaged && p.y.tiles && !p.gated)
+        write_staged(e, tile, block, d, shared + kStages * S::kStageBytes + group * kStagedBytes);
+      else write_sums(e, tile, block, d);
       __syncwarp();
     }
   }

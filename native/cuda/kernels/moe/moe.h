@@ -77,10 +77,12 @@ struct NormedSum {
 
   DType16 dtype() const { return y.tiles ? y.dtype : normed.dtype; }
 };
-// For each row the weighted sum of its entries, by ascending expert.
+// For each row the weighted sum of its entries, by ascending expert. entries: float32 or 16-bit tiles.
 struct Combination : NormedSum {
-  const float* entries = nullptr;
+  Rows entries;
   Routing routing;
+
+  DType16 dtype() const { return entries.tiles ? entries.dtype : NormedSum::dtype(); }
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 
@@ -93,8 +95,10 @@ struct SharedSum : NormedSum {
   bool gates_early = false;
   const float *shared = nullptr, *routed = nullptr;
   // If there are entries, their weighted sum, as combine_experts() computes it, is what `routed` would be.
-  const float* entries = nullptr;
+  Rows entries;
   Routing routing;
+
+  DType16 dtype() const { return entries.tiles ? entries.dtype : NormedSum::dtype(); }
 };
 void add_shared_expert(const SharedSum& sum, int rows, const Queue& queue);
 
@@ -109,7 +113,8 @@ struct ChosenRow {
   const int* where = nullptr;
 };
 // gate_row(): route() and the gated GEMM of the chosen experts. combine_row(): the down GEMM and combine_experts()
-// without its norm; it must follow gate_row() on the stream.
+// without its norm; it must follow gate_row() on the stream. It does not write e.gemm.y, but rounds to 16 bits what
+// would be stored so.
 void gate_row(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue);
 void combine_row(const ExpertGemmArgs& e, const ChosenRow& row, const Combination& c, const Queue& queue);
 // The first half of it in MXFP4, on Hopper: the gated GEMM of the chosen experts, which also writes the lists that
