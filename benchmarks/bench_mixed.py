@@ -2,25 +2,28 @@
 
     bench_mixed.py [gpt-oss-120b|30b-a3b] [--layers 12] [--gpu 0] [--threads 14] [--weight-dtype auto]
                    [--requests 1,4,16] [--prompts 2048,8192] [--streaming 0,-1] [--step-tokens 0] [--skew 0]
-                   [--hot 0] [--expert-ranks 0] [--profile] [--folder /dev/shm]
+                   [--hot 0] [--expert-ranks 0] [--tokens 200] [--profile] [--folder /dev/shm]
 
 The checkpoint has the model's shape with fewer layers, and random weights. `allspark serve --experts-on cpu` serves it;
 ClientEngine asks.
 
-Decode: so many greedy requests of 200 tokens that begin together; tokens/s of all from when each has its second token.
-Its ceiling: bytes of the experts that a step's rows choose, if each row chooses independently, over the bandwidth at
-which the threads of the experts' rank read. A whole model's tokens/s are those of its layers at the time that a layer
-takes here, with what is not in layers counted once.
+Decode: so many greedy requests of --tokens tokens that begin together; tokens/s of all from when each has its second
+token, the median of three runs. Their ceiling: bytes of the experts that a step's rows choose, if each row chooses
+independently, over the bandwidth at which the threads of the experts' ranks read just before each run, since others may
+use the machine's memory, too. A whole model's tokens/s are those of its layers at the time that a layer takes here,
+with what is not in layers counted once.
 
 Prompts: tokens/s of one request for one token, the median of the last three of six (what ranks compute of a step that
-they share follows from their times in those before), beside the ceiling of sending all experts' weights to the GPU over
-PCIe once for each step of a prompt (of --step-tokens tokens; 0: the whole longest prompt), at the rate that torch
-measures from pinned memory. --streaming: values of expert_streaming_rows, each of which is served and measured: 0: CPUs
-compute the experts of prompts, -1: the GPU does, from a number of rows that is chosen. --requests "": no decoding.
+they share follows from their times in those before), beside the ceiling of sending the experts' weights of all layers
+but the last, which computes one row, to the GPU over PCIe once for each step of a prompt (of --step-tokens tokens; 0:
+the whole longest prompt), at the rate that torch measures from pinned memory. --streaming: values of
+expert_streaming_rows, each of which is served and measured: 0: CPUs compute the experts of prompts, -1: the GPU does,
+from a number of rows that is chosen. --requests "": no decoding.
 
 --skew 1: the routers of gpt-oss choose experts about by Zipf's law with this exponent, and tokens are sampled. --hot:
 gigabytes of hot experts on the GPU for the whole model, of which the measured layers have their part; each is served.
---expert-ranks: how many ranks hold a slice of every expert, with --threads each; 0: one for each node.
+--expert-ranks: how many ranks hold a slice of every expert, which divide the threads evenly (of --threads each, if
+that is given); 0: one for each node. Several numbers, such as 1,2,1,2: groups that are served in turn.
 --profile: prints the time of each op after decoding and after the last prompts, of both sides, and the last line of
 that, both sides of a layer, after decoding with each number of requests; steps take longer then.
 """
@@ -46,7 +49,7 @@ from allspark_client import ClientEngine
 from allspark_launch.group.background import background_group
 from allspark_launch.pool.members import Member, Target
 
-TOKENS, SKIPPED = 200, 2
+SKIPPED, RUNS = 2, 3
 
 
 @dataclass(frozen=True)
@@ -147,13 +150,10 @@ def asked(engine: ClientEngine, requests: int, prompt: int, tokens: int, rng: np
     return came
 
 
-def decode(engine: ClientEngine, requests: int, rng: np.random.Generator, sampled: bool) -> float:
-    """Seconds of a step: the median of three runs, each between the second and the last tokens of the first request."""
-    found = []
-    for _ in range(3):
-        came = asked(engine, requests, 32, TOKENS, rng, sampled)[:TOKENS]
-        found.append((came[-1] - came[SKIPPED - 1]) / (TOKENS - SKIPPED))
-    return statistics.median(found)
+def decode(engine: ClientEngine, requests: int, tokens: int, rng: np.random.Generator, sampled: bool) -> float:
+    """Seconds of a step, between the second and the last tokens of the first request."""
+    came = asked(engine, requests, 32, tokens, rng, sampled)[:tokens]
+    return (came[-1] - came[SKIPPED - 1]) / (tokens - SKIPPED)
 
 
 def read_bandwidth(cpus: list[int]) -> float:
@@ -178,54 +178,69 @@ def copy_bandwidth(gpu: int) -> float:
                                 text=True).stdout)
 
 
-def measured(shape: Shape, given: argparse.Namespace, fields: dict, bandwidth: float, pcie: float) -> None:
-    """Serves a model with these fields, and prints what is measured."""
+def measured(shape: Shape, given: argparse.Namespace, fields: dict, ranks: int, pcie: float) -> None:
+    """Serves a model with these fields, and measures it. ranks: of experts; 0: one for each node."""
     rng = np.random.default_rng(1)
     options: dict = {"models": [fields], "experts_on": "cpu"}
     if given.gpu >= 0:
         options["gpus"] = [given.gpu]
-    if given.threads:
-        options["cpus_per_rank"] = given.threads
-    if given.expert_ranks:
-        options["ranks"] = 1 + given.expert_ranks
+    cpus = sorted(os.sched_getaffinity(0))
+    threads = given.threads or (max(len(cpus) - 2, ranks) // ranks if ranks else 0)
+    if threads:
+        options["cpus_per_rank"] = threads
+    if ranks:
+        options["ranks"] = 1 + ranks
+    of_experts = cpus[:threads * max(ranks, 1) or max(len(cpus) - 2, 1)]
     file = Path(fields["model_path"]) / "group.json"
     file.write_text(json.dumps(options))
     began = time.perf_counter()
     with (background_group(["--config", str(file)], verbose=True) as group,
           ClientEngine(group.addresses[0]) as engine):
-        print(f"expert_streaming_rows={fields['expert_streaming_rows']}, hot_expert_memory="
-              f"{fields['hot_expert_memory']}: ready after {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"{ranks or 'all nodes'} ranks of experts, {len(of_experts)} threads, expert_streaming_rows="
+              f"{fields['expert_streaming_rows']}, hot_expert_memory={fields['hot_expert_memory']}: ready after "
+              f"{time.perf_counter() - began:.1f} s", flush=True)
         asked(engine, 1, 32, 8, rng)
         if fields["hot_expert_memory"]:     # until experts have moved
-            asked(engine, 4, 32, 2 * TOKENS, rng, True)
+            asked(engine, 4, 32, 2 * given.tokens, rng, True)
         for requests in (int(n) for n in given.requests.split(",") if n):
             if given.profile:
                 engine.get_op_profiling_info("m")   # waits from now on
-            step = decode(engine, requests, rng, given.skew > 0)
-            least = given.layers * shape.layer_bytes(requests) / bandwidth
+            runs = []   # seconds of a step, and bytes/s that were read before
+            for _ in range(RUNS):
+                bandwidth = read_bandwidth(of_experts)
+                runs.append((decode(engine, requests, given.tokens, rng, given.skew > 0), bandwidth))
+            step = statistics.median(seconds for seconds, _ in runs)
+            size = given.layers * shape.layer_bytes(requests)
+            reached = statistics.median(size / seconds / bandwidth for seconds, bandwidth in runs)
             whole = shape.layers / given.layers * step
-            print(f"{requests:4d} requests: step {1e3 * step:.2f} ms, {requests / step:.0f} tokens/s, "
-                  f"{least / step:.2f} of the ceiling; whole model at most {1e3 * whole:.1f} ms, "
-                  f"{requests / whole:.1f} tokens/s (ceiling {requests * given.layers / shape.layers / least:.0f})"
+            print(f"{requests:4d} requests: step {1e3 * step:.2f} ms, {requests / step:.0f} tokens/s, {reached:.2f} of "
+                  f"the ceiling ({size / step / 1e9:.0f} GB/s of experts); whole model at most {1e3 * whole:.1f} ms, "
+                  f"{requests / whole:.1f} tokens/s; runs: "
+                  + ", ".join(f"{1e3 * seconds:.2f} ms at {read / 1e9:.0f} GB/s" for seconds, read in runs)
                   + expert_uses(group.addresses[0]), flush=True)
             if given.profile:
                 print(engine.get_op_profiling_info("m").splitlines()[-1], flush=True)
-        if given.profile:
-            asked(engine, 1, 32, TOKENS, rng)
-            print(engine.get_op_profiling_info("m"), flush=True)
-        for length in (int(n) for n in given.prompts.split(",") if n):
-            times = [asked(engine, 1, length, 1, rng)[0] for _ in range(6)]
-            seconds = statistics.median(times[3:])
-            steps = -(-length // fields["max_step_tokens"])
-            sent = steps * given.layers * shape.layer_bytes(1 << 20) / pcie
-            print(f"prompt {length}: {1e3 * seconds:.0f} ms, {length / seconds:.0f} tokens/s, whole model "
-                  f"{length / seconds * given.layers / shape.layers:.0f}; weights over PCIe {1e3 * sent:.0f} ms, "
-                  f"{sent / seconds:.2f} of that rate; all six: "
-                  f"{', '.join(f'{1e3 * each:.0f}' for each in times)} ms", flush=True)
-        if given.profile and given.prompts:
-            engine.get_op_profiling_info("m")   # from now on
-            asked(engine, 1, length, 1, rng)
-            print(engine.get_op_profiling_info("m"), flush=True)
+        measure_prompts(engine, shape, given, fields, pcie, rng)
+
+
+def measure_prompts(engine: ClientEngine, shape: Shape, given: argparse.Namespace, fields: dict, pcie: float,
+                    rng: np.random.Generator) -> None:
+    if given.profile:
+        asked(engine, 1, 32, given.tokens, rng)
+        print(engine.get_op_profiling_info("m"), flush=True)
+    for length in (int(n) for n in given.prompts.split(",") if n):
+        times = [asked(engine, 1, length, 1, rng)[0] for _ in range(6)]
+        seconds = statistics.median(times[3:])
+        steps = -(-length // fields["max_step_tokens"])
+        sent = steps * (given.layers - 1) * shape.layer_bytes(1 << 20) / pcie
+        print(f"prompt {length}: {1e3 * seconds:.0f} ms, {length / seconds:.0f} tokens/s, whole model "
+              f"{length / seconds * (given.layers - 1) / (shape.layers - 1):.0f}; weights over PCIe {1e3 * sent:.0f} "
+              f"ms, {sent / seconds:.2f} of that rate; all six: "
+              f"{', '.join(f'{1e3 * each:.0f}' for each in times)} ms", flush=True)
+    if given.profile and given.prompts:
+        engine.get_op_profiling_info("m")   # from now on
+        asked(engine, 1, length, 1, rng)
+        print(engine.get_op_profiling_info("m"), flush=True)
 
 
 def main() -> None:
@@ -241,14 +256,12 @@ def main() -> None:
     parser.add_argument("--step-tokens", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--hot", default="0")
-    parser.add_argument("--expert-ranks", type=int, default=0)
+    parser.add_argument("--expert-ranks", default="0")
+    parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", default="/dev/shm")
     given = parser.parse_args()
     shape = SHAPES[given.shape]
-    cpus = sorted(os.sched_getaffinity(0))
-    threads = given.threads * max(given.expert_ranks, 1) or max(len(cpus) - 2, 1)
-    bandwidth = read_bandwidth(cpus[:threads])
     pcie = copy_bandwidth(given.gpu) if given.gpu >= 0 else 50e9
     numbers = [int(n) for n in given.requests.split(",") if n]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
@@ -256,8 +269,7 @@ def main() -> None:
         size = (bench_gpt_oss.write_checkpoint(Path(folder), given.layers, shape.experts)
                 if shape.weight_dtype == "auto" else write_qwen3_moe(Path(folder), shape, given.layers))
         print(f"{given.shape}, {given.layers} of {shape.layers} layers: {size / 1e9:.1f} GB, written in "
-              f"{time.perf_counter() - began:.0f} s; {threads} threads read {bandwidth / 1e9:.0f} GB/s, "
-              f"PCIe brings {pcie / 1e9:.1f} GB/s", flush=True)
+              f"{time.perf_counter() - began:.0f} s; PCIe brings {pcie / 1e9:.1f} GB/s", flush=True)
         lengths = [int(n) for n in given.prompts.split(",") if n]
         fields = {"model_name": "m", "model_path": folder, "weight_dtype": given.weight_dtype or shape.weight_dtype,
                   "weight_group_size": shape.group_size, "engine_max_batch": max(numbers, default=1),
@@ -265,10 +277,11 @@ def main() -> None:
                   "max_step_tokens": given.step_tokens or max(lengths, default=2048)}
         if given.skew:
             skew_routers(Path(folder) / "model.safetensors", given.skew)
-        for streaming, hot in itertools.product(given.streaming.split(","), given.hot.split(",")):
+        for ranks, streaming, hot in itertools.product(*(values.split(",") for values in (
+                given.expert_ranks, given.streaming, given.hot))):
             memory = int(float(hot) * 1e9 * given.layers / shape.layers)
             measured(shape, given, {**fields, "expert_streaming_rows": int(streaming), "hot_expert_memory": memory},
-                     bandwidth, pcie)
+                     int(ranks), pcie)
 
 
 if __name__ == "__main__":

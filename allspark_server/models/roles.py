@@ -10,22 +10,24 @@ from collections.abc import Iterator
 
 from allspark_server.models.cache_groups import CacheGroup
 from allspark_server.models.graph import Graph
-from allspark_server.models.graph_elements import ALL_ROWS, Op
+from allspark_server.models.graph_elements import ALL_ROWS, OUTPUT_ROWS, Op
 
 
 def model_part(graph: Graph) -> Graph:
-    """What the model's rank computes. ValueError if the graph has no routed experts, or routes other rows than all."""
+    """What the model's rank computes. ValueError if the graph has no routed experts, or routes others' rows."""
     ops: list[Op] = []
     awaited = ""    # the buffer of sums that were not received yet
     layers = iter(list(_layers(graph)))
     layer = next(layers)
+    sent = 0
     for number, op in enumerate(graph.ops):
         if awaited and (awaited in op.inputs or awaited in op.outputs):
             ops.append(Op("returned_sums", (), (awaited,)))
             awaited = ""
         if number in layer.numbers:
             if number == layer.numbers[0]:
-                ops.append(Op("dispatch_rows", (layer.source, layer.routed)))
+                ops.append(Op("dispatch_rows", (layer.source, layer.routed), attrs={"layer": sent}))
+                sent += 1
             if op.type == "combine_experts":
                 awaited = layer.sums
                 layer = next(layers, layer)
@@ -39,9 +41,9 @@ def experts_part(graph: Graph, entries: bool = False, either: bool = False) -> G
     computes other entries of the row; either: if a message asks for them. ValueError as model_part().
     """
     ops: list[Op] = []
-    for layer in _layers(graph):
+    for i, layer in enumerate(_layers(graph)):
         *products, combine = (graph.ops[number] for number in layer.numbers)
-        ops += [Op("dispatched_rows", (), (layer.source,)),
+        ops += [Op("dispatched_rows", (), (layer.source,), attrs={"layer": i}),
                 Op("dispatched_choices", (layer.source,), (layer.routed,), attrs={"experts": layer.experts}), *products]
         returned = (layer.sums, *combine.inputs[:1]) if either else (layer.sums,)
         ops += [Op("return_sums", combine.inputs[:1])] if entries else [combine, Op("return_sums", returned)]
@@ -78,8 +80,8 @@ class _Layer:
         (self.source,), (self.routed,), (self.sums,) = linear.inputs, router.outputs, combine.outputs
         self.numbers = numbers
         self.experts = sum(block.width for block in graph.tensors[router.inputs[0]].blocks)
-        if any(graph.tensors[name].rows != ALL_ROWS for name in (self.source, self.sums)):
-            raise ValueError(f"{graph.config.architecture} routes other rows than all of a step")
+        if any(graph.tensors[name].rows not in (ALL_ROWS, OUTPUT_ROWS) for name in (self.source, self.sums)):
+            raise ValueError(f"{graph.config.architecture} routes other rows than those of a step or its outputs")
 
 
 def _layers(graph: Graph) -> Iterator[_Layer]:

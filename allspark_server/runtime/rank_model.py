@@ -73,7 +73,7 @@ class RankModel:
             self.graph, self.targets = with_adapters(self.graph)
         if has_mtp:
             self.graph = self.graph.with_kept_hidden()
-        elif of is None and not has_eagle and not (role is not None and role.mixed):
+        elif of is None and not has_eagle:
             self.graph = with_early_selection(self.graph)
         self._slices: dict[str, ColumnSlice] = {}
         #: the graph of all ranks' parts

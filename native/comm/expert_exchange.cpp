@@ -61,10 +61,10 @@ void ExpertExchange::connect(const std::vector<std::string>& addresses) {
   connected_ = true;
 }
 
-void ExpertExchange::send(int rows) {
+void ExpertExchange::send(int layer, int rows, int outputs) {
   count(rows);
   Dispatch& d = dispatch();
-  d.rows = rows, d.entries = 0;
+  d.layer = layer, d.rows = rows, d.outputs = outputs, d.entries = 0;
   d.sent.store(++sent_, std::memory_order_seq_cst);
   d.changed.publish(d.changed.value.load(std::memory_order_relaxed) + 1);
 }

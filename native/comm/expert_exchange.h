@@ -7,7 +7,8 @@
 // dispatched after the sums of the previous one were read, and its sums are written after that.
 //
 // A step of the model's rank may run the program any number of times. Ranks of experts run theirs once for each first
-// message that they find, until the model's rank says that the step has ended. So they need not know the step's plan.
+// message that they find, from its layer on, until the model's rank says that the step has ended. So they need not know
+// the step's plan. A layer of no rows has no message.
 //
 // The model's rank may also compute on a GPU, whose kernels write and read this memory. Then `sent` changes without a
 // wake-up call. What that backend calls is defined here, because it is a library of its own.
@@ -64,8 +65,9 @@ class ExpertExchange {
   float* sums(int n) const { return reinterpret_cast<float*>(blocks_[1 + n].data() + kHeader); }
   float* own_sums() const { return sums(ranks_->rank() - 1); }
 
-  // The model's rank, one thread: says that a message of so many rows stands in memory.
-  void send(int rows);
+  // The model's rank, one thread: says that a message of a layer, of so many rows, stands in memory. outputs: rows with
+  // outputs of the step, which are those of later layers.
+  void send(int layer, int rows, int outputs);
   // Waits until all ranks of experts have returned their sums of the latest message.
   void await_sums();
   // Ends a step. Ranks of experts return from it once they have answered all messages.
@@ -80,8 +82,10 @@ class ExpertExchange {
   // Waits for the next message, or the end of the step. Returns false at the end. It may be the first message of a
   // later step: the ranks of experts are one behind while they compute it.
   bool await_message() { return await(true); }
-  // The number of rows of the latest message.
+  // The layer and the number of rows of the latest message, and how many rows of the step have outputs.
+  int message_layer() const { return dispatch().layer; }
   int message_rows() const { return dispatch().rows; }
+  int message_outputs() const { return dispatch().outputs; }
   // Whether it asks for entries in place of sums.
   bool wants_entries() const { return dispatch().entries != 0; }
   // Waits for the next message, whatever has ended, and takes it: the sums that are returned next are its sums.
@@ -116,7 +120,8 @@ class ExpertExchange {
   // At the start of the block of the model's rank, and of one of experts.
   struct Dispatch {
     alignas(64) std::atomic<uint32_t> sent;   // messages so far
-    int32_t rows, entries;                    // of the latest one; whether it asks for entries
+    alignas(16) int32_t layer;                // of the latest one, as the three that follow
+    int32_t rows, outputs, entries;           // entries: whether it asks for entries
     alignas(64) std::atomic<uint32_t> ended;  // steps so far
     alignas(64) Signal changed;               // one of these
   };

@@ -149,9 +149,9 @@ StepOutput Executor::compute_experts() {
   description_.reset();  // the model's rank has read it before its first step
   exchange_->begin_step();
   while (exchange_->await_message()) {
-    dispatched_.rows.resize(exchange_->message_rows());
-    if (dispatched_.rows.empty()) exchange_->take(), exchange_->send_sums();  // of an idle step of a GPU
-    else runner_->run(dispatched_, false);
+    dispatched_.rows.resize(exchange_->message_rows()), dispatched_.outputs.resize(exchange_->message_outputs());
+    if (dispatched_.rows.empty()) exchange_->take(), exchange_->send_sums();  // of padding rows of a GPU
+    else runner_->run_experts(dispatched_, exchange_->message_layer());
   }
   return {};
 }

@@ -101,6 +101,7 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
       binding.feeds_sum = feeds_sum(program_, form.ops, i, add->op.inputs[0]);
     const Bind bind = cpu_op(binding.kinds());
     if (!bind) throw std::invalid_argument("the CPU backend has no op " + fused.name);
+    if (binding.parts[0].is(Op::dispatched_rows)) layers_.push_back(steps_.size());
     Step step{fused, bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
     if (last.is(Op::span_attention) || last.is(Op::latent_attention) || last.is(Op::indexer))
@@ -332,6 +333,14 @@ RunOutput CpuRunner::run(const Batch& batch, bool want_logits) {
   for (Step* step : needed_) runs_.push_back({step, {}});
   run_steps(batch, false, want_logits);
   return std::move(output_);
+}
+
+void CpuRunner::run_experts(const Batch& batch, int layer) {
+  const Step* const first = &steps_[layers_.at(layer)];
+  begin(batch, false);
+  for (Step* step : needed_)
+    if (step >= first) runs_.push_back({step, {}});
+  run_steps(batch, false, false);
 }
 
 RunOutput CpuRunner::run_part(const Batch& batch, int from, int to) {

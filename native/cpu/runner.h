@@ -42,6 +42,8 @@ class CpuRunner : public Runner {
             const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
   RunOutput run(const Batch& batch, bool want_logits) override;
+  // Of a rank of experts: runs the layers from this one on.
+  void run_experts(const Batch& batch, int layer);
   RunOutput run_part(const Batch& batch, int from, int to) override;
   int positions() const override { return (int)program_.ops().size() * kOpPositions; }
   // This draft head's program takes the hidden states that `model` keeps, and keeps its own beside them.
@@ -96,7 +98,8 @@ class CpuRunner : public Runner {
   Adapters* adapters_ = nullptr;
   Form plain_, adapted_;
   std::vector<Step> steps_;
-  std::vector<Step*> needed_;  // of the current step
+  std::vector<size_t> layers_;  // of a rank of experts: the step that begins each layer
+  std::vector<Step*> needed_;   // of the current step
   struct Run {
     Step* step;
     Share share;

@@ -218,7 +218,7 @@ void ExpertStream::count(int layer, const Routing& chosen, int rows) {
   if (split_.empty() || idle_) return;
   const Queue queue = device_.queue();
   count_uses(chosen.entry_of, rows * chosen.top, uses_.as<uint32_t>() + (size_t)layer * experts_, queue);
-  if (layer < layers() - 1) return;
+  if (layer < copied_layers_ - 1) return;
   check(cudaMemcpyAsync(seen_.as(), uses_.as(), seen_.size(), cudaMemcpyDeviceToHost, queue.stream),
         "copying uses of experts");
   check(cudaEventRecord(counted_, queue.stream), "recording an event");
@@ -252,21 +252,23 @@ void ExpertStream::learn() {
   learned_messages_ += shared_.messages, shared_.messages = 0;
 }
 
-// A step is split in all layers or in none, because ranks of experts compute whole steps.
-bool ExpertStream::split(int rows) {
+// A step is split in all layers or in none, because ranks of experts compute whole steps; but in the last one only if
+// its experts are copied.
+void ExpertStream::begin_step(int rows, int last_rows) {
   is_split_ = false;
-  if (split_.empty() || rows > limits_.split_rows || idle_) return false;
+  copied_layers_ = layers() - !takes(last_rows);
+  if (split_.empty() || rows > limits_.split_rows || idle_) return;
   read_uses();
   learn();
   if (limits_.by_ranks < 0 && std::none_of(scores_.begin(), scores_.end(), [](float score) { return score > 0; }))
-    return false;
-  for (int layer = 0; layer < layers(); layer++) {
+    return;
+  for (int layer = 0; layer < copied_layers_; layer++) {
     std::vector<char> present(experts_);
     for (int e = 0; e < experts_ && present_; e++) present[e] = present_->has(layer, e);
     const float* const scores = scores_.data() + (size_t)layer * experts_;
     std::vector<int> found;
     if (limits_.by_ranks < 0) {
-      ExpertRates::Share share = rates_.least_used(rows, scores, present.data());
+      ExpertRates::Share share = rates_.least_used(layer < layers() - 1 ? rows : last_rows, scores, present.data());
       for (size_t rank = 0; rank < share.seconds.size(); rank++) shared_.timed[rank] += share.seconds[rank];
       found = std::move(share.experts);
     } else {
@@ -279,8 +281,7 @@ bool ExpertStream::split(int rows) {
     for (const int e : found) sets_[layer].add(e);
     is_split_ = is_split_ || !found.empty(), split_experts_ += (int64_t)found.size();
   }
-  if (is_split_) shared_.messages += layers(), shared_.rows = rows;
-  return is_split_;
+  if (is_split_) shared_.messages += copied_layers_, shared_.rows = rows;
 }
 
 void ExpertStream::check_layer(int layer, int width, int sum_width, int top) const {

@@ -57,10 +57,11 @@ class ExpertStream {
 
   bool takes(int rows) const { return rows >= first_rows_; }
   int first_rows() const { return first_rows_; }
-  // Before the first layer of a step whose experts are copied: chooses those that ranks compute. Returns whether there
-  // are any; multiply() is for such steps, run() for others.
-  bool split(int rows);
-  bool is_split() const { return is_split_; }  // the latest step
+  // Before the first layer of a step whose experts are copied: chooses those that ranks compute. last_rows: of the last
+  // layer, whose experts are not copied if it has too few.
+  void begin_step(int rows, int last_rows);
+  // Whether ranks compute some in the latest step; multiply() is for such steps, run() for others.
+  bool is_split() const { return is_split_; }
   int largest_split() const { return split_.empty() ? 0 : std::min(limits_.split_rows, limits_.rows); }  // rows
   int layers() const { return panels_->layers(); }
   int ranks() const { return panels_->ranks(); }
@@ -130,7 +131,8 @@ class ExpertStream {
   std::vector<Entries> split_;   // by rank
   std::vector<ExpertSet> sets_;  // by layer: that ranks compute
   bool is_split_ = false;
-  Memory uses_, seen_;  // [layers, experts]; and on the host
+  int copied_layers_ = 0;  // of the latest step
+  Memory uses_, seen_;     // [layers, experts]; and on the host
   cudaEvent_t counted_ = nullptr;
   bool counting_ = false;
   std::vector<uint32_t> before_;

@@ -40,6 +40,7 @@ static RowNeeds needs_of(const Program& program, const Limits& limits) {
     if (op.is(Op::kept_hidden)) needs.takes = true;
     if (op.is(Op::causal_conv) || op.is(Op::gated_delta) || op.is(Op::ssd)) needs.states = true;
     if (op.is(Op::indexer)) needs.indexed = true;
+    if (op.is(Op::dispatch_rows)) needs.sends = true;
     if (op.is(Op::latent_attention)) {
       const int selected = op.inputs.size() > 3 ? program.tensors()[op.inputs[3]].width : 0;
       if (latents++ && selected != needs.selected) refuse("layers that see different numbers of selected positions");
@@ -407,9 +408,11 @@ void Workspace::allocate_dispatched() {
     const auto [found, first] = dispatched.try_emplace(tensors[op.inputs[1]].row_set);
     if (!first) continue;
     Routing& routing = found->second;
-    routing.top = program.row_sets()[found->first].times;
-    routing_memory_.emplace_back(routing_bytes(limits.max_rows, routing.top, 1), "choices of experts");
-    place_routing(routing_memory_.back().as(), limits.max_rows, 1, routing);
+    const RowSet& formed = program.row_sets()[found->first];
+    const int rows = rows_of(formed.of, limits.max_rows, limits.max_outputs);
+    routing.top = formed.times;
+    routing_memory_.emplace_back(routing_bytes(rows, routing.top, 1), "choices of experts");
+    place_routing(routing_memory_.back().as(), rows, 1, routing);
   }
 }
 

@@ -330,6 +330,10 @@ void check_all_rows(const Program& p, const OpNode& op) {
   if (p.in(op).rows != kAllRows) throw wrong(op, "its input must have all rows");
 }
 
+void check_plain_rows(const Program& p, const OpNode& op) {
+  if (p.in(op).rows > kOutputRows) throw wrong(op, "its input must have rows of tokens or outputs");
+}
+
 void check_gated_rms_norm(const Program& p, const OpNode& op) {
   check_add(p, op);
   const int head_dim = op.integer("head_dim");
@@ -388,23 +392,23 @@ void check_combine_experts(const Program& p, const OpNode& op) {
 }
 
 void check_dispatch_rows(const Program& p, const OpNode& op) {
-  check_all_rows(p, op);
+  check_plain_rows(p, op);
   const int set = p.in(op, 1).rows;
   width_is(op, p.in(op, 1), 1, "second input");
-  if (set <= kOutputRows || p.row_sets()[set].of != kAllRows)
-    throw wrong(op, "its second input must have a row set formed of all rows");
+  if (set <= kOutputRows || p.row_sets()[set].of != p.in(op).rows)
+    throw wrong(op, "its second input must have a row set formed of the first one's rows");
 }
 
 void check_return_sums(const Program& p, const OpNode& op) {
   const int set = p.in(op).rows;
-  if (set <= kOutputRows || p.row_sets()[set].of != kAllRows) check_all_rows(p, op);
   if (op.inputs.size() < 2) return;
-  check_all_rows(p, op);
-  if (p.in(op, 1).rows <= kOutputRows) throw wrong(op, "its second input has no entries of routed experts");
+  check_plain_rows(p, op);
+  if (p.in(op, 1).rows <= kOutputRows || p.row_sets()[p.in(op, 1).rows].of != set)
+    throw wrong(op, "its second input has no entries of the first one's rows");
 }
 
 void check_dispatched_choices(const Program& p, const OpNode& op) {
-  check_all_rows(p, op);
+  check_plain_rows(p, op);
   width_is(op, p.out(op), 1, "output");
   if (op.integer("experts") < p.row_sets()[p.out(op).rows].times)
     throw wrong(op, "it has fewer experts than a row chooses");
@@ -604,7 +608,7 @@ const char* name_of(RankRule rule) {
 }
 
 const char* name_of(RowRule rule) {
-  constexpr const char* kNames[] = {"none", "as_input", "all", "selected", "routed", "expanded", "combined"};
+  constexpr const char* kNames[] = {"none", "as_input", "all", "plain", "selected", "routed", "expanded", "combined"};
   return kNames[(int)rule];
 }
 

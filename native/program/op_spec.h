@@ -58,6 +58,7 @@ enum class RowRule {
   none,      // no outputs
   as_input,  // those of the first input
   all,       // all rows of the step
+  plain,     // those, or rows with outputs
   selected,  // rows with outputs, of an input with all rows
   routed,    // a row set that the op forms: several entries for each input row
   expanded,  // a row set formed from the input's rows, or the input's own rows

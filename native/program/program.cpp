@@ -200,6 +200,10 @@ void Program::check_rows(const OpNode& op) const {
     case RowRule::all:
       if (out(op).rows != kAllRows) throw std::invalid_argument(text + ": its output must have a row for each token");
       return;
+    case RowRule::plain:
+      if (out(op).rows > kOutputRows)
+        throw std::invalid_argument(text + ": its output must have a row for each token or output");
+      return;
     case RowRule::selected:
       if (in(op).rows != kAllRows) throw std::invalid_argument(text + ": its input must have a row for each token");
       if (out(op).rows != kOutputRows) throw differ();

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from allspark_client import AllSparkError
-from allspark_server.runtime import expert_streams
+from allspark_server.runtime import expert_streams, rank_model
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
 from support import quantized_checkpoints
@@ -49,6 +49,25 @@ def test_bits_do_not_depend_on_the_batch():
         both = together(mixed, prompts, 16)
         alone = [together(mixed, [prompt], 64)[0] for prompt in prompts]
     np.testing.assert_array_equal(np.stack(both), np.stack(alone))
+
+
+@pytest.mark.parametrize("streaming", [0, 1, 20])
+def test_rows_without_outputs_are_left_out_of_the_last_layer(streaming, monkeypatch):
+    """Prompts at once and in chunks, most of which have no outputs, beside a sequence that decodes; in padded steps."""
+    fields = {**STREAMED["int4"], "expert_streaming_rows": streaming}
+
+    def run():
+        with driver("glm4-moe", 2, **fields) as mixed:
+            found = [mixed.generate(PROMPT, 4, chunk) for chunk in (None, 16, 3)]
+            return found, together(mixed, [prompt_of(5), prompt_of(60, seed=3), prompt_of(33, seed=4)], 16)
+
+    found, several = run()
+    monkeypatch.setattr(rank_model, "with_early_selection", lambda graph: graph)
+    others, all_rows = run()
+    for (own, rows), (tokens, logits) in zip(found, others):
+        assert own == tokens
+        np.testing.assert_array_equal(np.stack(rows), np.stack(logits))
+    np.testing.assert_array_equal(np.stack(several), np.stack(all_rows))
 
 
 def test_warm_up_and_graphs():
@@ -109,7 +128,7 @@ def test_experts_on_the_gpu_change_no_bit(form, experts, tmp_path, monkeypatch, 
     caplog.set_level("INFO")
     found, rows, _ = run(32, [None, 31, 32, 33, 50])
     assert "the GPU computes experts of steps with at least 32 rows" in caplog.text, caplog.text
-    assert rows == layers * (75 + 0 + 64 + 66 + 50)
+    assert rows == (layers - 1) * (75 + 0 + 64 + 66 + 50)       # the last layer has one row
     for own, bits in found:
         assert own == tokens
         np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
@@ -121,7 +140,7 @@ def test_experts_on_the_gpu_change_no_bit(form, experts, tmp_path, monkeypatch, 
         np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
     monkeypatch.setattr(expert_streams, "BY_RANKS", 2)
     found, rows, _ = run(1, [None, 7])      # all steps
-    assert rows >= layers * 2 * (75 + 3)
+    assert rows >= (layers - 1) * 2 * (75 + 3)
     for own, bits in found:
         assert own == tokens
         np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
@@ -137,8 +156,8 @@ def test_steps_are_shared_with_the_ranks(monkeypatch):
         for chunk, streamed, shared in ((None, 75, 0), (35, 70, 70), (45, 75, 30), (29, 0, 0)):
             before = executor.streamed_rows, executor.split_rows
             found.append(mixed.generate(PROMPT, 2, chunk))
-            assert (executor.streamed_rows - before[0], executor.split_rows - before[1]) == (streamed * layers,
-                                                                                             shared * layers)
+            assert (executor.streamed_rows - before[0], executor.split_rows - before[1]) == (
+                streamed * (layers - 1), shared * (layers - 1))     # the last layer has one row
     for own, bits in found[1:]:
         assert own == found[0][0]
         np.testing.assert_array_equal(np.stack(bits), np.stack(found[0][1]))

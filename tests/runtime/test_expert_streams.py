@@ -277,6 +277,7 @@ def test_a_rank_returns_entries_if_a_message_asks_for_them():
     runner = ModelRunner(config, rank=1, world=2, shared_memory=memories[1])
     runner.load()
     sizes = runner._exchange_sizes
+    last: list[np.ndarray] = []     # what is returned for the last layer of each step
     rows, top, width, layers = 5, sizes["top"], sizes["sum_width"], len(expert_ops(runner.opened[0].whole))
     exchange = _native.ExpertExchange(memories[0], **sizes, by_gpu=True)
     own, theirs = exchange.address, bytes.fromhex(runner.address.split(" ")[0])
@@ -290,23 +291,24 @@ def test_a_rank_returns_entries_if_a_message_asks_for_them():
     chosen = np.sort([rng.permutation(10)[:top] for _ in range(rows)]).astype(np.int32)
     shares = rng.random((rows, top), np.float32)
 
-    def asked(entries: bool, chosen: np.ndarray) -> np.ndarray:
-        """What is returned for the first layer; the others get the same message."""
+    def asked(entries: bool, chosen: np.ndarray, first: int = 0) -> np.ndarray:
+        """What is returned for the first layer of a step; the others get the same message, the last one of two rows."""
         step = executor.submit(runner.step, b"", False)
         values[:choices] = x
         values[choices:choices + chosen.size].view(np.int32)[:] = chosen.ravel()
         at = choices + sizes["rows"] * top
         values[at:at + shares.size] = shares.ravel()
-        header[1], header[2] = rows, entries
-        found = None
-        for _ in range(layers):
+        found = []
+        for layer in range(first, layers):
+            count = rows if layer < layers - 1 else 2
+            header[4:8] = layer, count, 2, entries
             header[0] += 1
             wait_for(lambda: answered[0] == header[0], 30)
-            if found is None:
-                found = results[:rows * width * (top if entries else 1)].copy()
+            found.append(results[:count * width * (top if entries else 1)].reshape(count, -1, width).copy())
         header[16] += 1     # the step has ended
         step.result()
-        return found.reshape(rows, -1, width)
+        last.append(found[-1])
+        return found[0]
 
     x = rng.normal(size=choices).astype(np.float32)
     with ThreadPoolExecutor(1) as executor:
@@ -319,6 +321,8 @@ def test_a_rank_returns_entries_if_a_message_asks_for_them():
         np.testing.assert_array_equal(again[part >= 0], entries[part >= 0])
         assert np.all(again[part < 0] == 7)     # they are not written
         np.testing.assert_array_equal(asked(False, chosen)[:, 0], sums)
+        # A step whose other layers' experts the GPU has computed.
+        np.testing.assert_array_equal(asked(False, chosen, layers - 1), last[0])
     # The rank counts the time of its answers, and that of those with entries apart.
     every, of_entries, count = returned[64:88].view(np.int64)
     assert every > of_entries > 0 and count == 2 * layers and every < 60e9

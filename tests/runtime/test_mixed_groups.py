@@ -11,6 +11,7 @@ from allspark_client import AllSparkError, AsModelConfig
 from allspark_client.errors import AsStatus
 from allspark_server import _native
 from allspark_server.models.roles import experts_part, model_part
+from allspark_server.runtime import rank_model
 from allspark_server.runtime.rank_models import RankModels
 from allspark_server.runtime.roles import Role, role_of
 
@@ -123,6 +124,17 @@ def test_several_ranks_of_experts_are_near_and_invariant(experts, form):
     np.testing.assert_array_equal(np.stack(whole), np.stack(cut))
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "gpt-oss", "gemma4-moe", "qwen3-5-moe"])
+def test_rows_without_outputs_are_left_out_of_the_last_layer(name, monkeypatch):
+    """A prompt at once, and in chunks, most of which have no outputs: the bits are those of all rows."""
+    found = [generated(name, 3, chunk, **mixed(2))[0] for chunk in (None, 16)]
+    monkeypatch.setattr(rank_model, "with_early_selection", lambda graph: graph)
+    tokens, logits = generated(name, 3, **mixed(2))[0]
+    for own, rows in found:
+        assert own == tokens
+        np.testing.assert_array_equal(np.stack(rows), np.stack(logits))
+
+
 def test_bits_do_not_depend_on_the_batch():
     prompts = [prompt_of(5), prompt_of(40, seed=3)]
     fields = {"engine_max_length": 256, "cache_memory": 4 << 20, "max_step_tokens": 64, **mixed(2)}
@@ -153,21 +165,22 @@ def test_ranks_hold_only_their_parts():
 
 
 def test_messages_and_rows_are_counted():
-    """By ranks of experts: each layer of a step is a message."""
+    """By ranks of experts: each layer of a step is a message, the last one of rows with outputs, if there are any."""
     with Driver(checkpoint("qwen3-moe"), 3, engine_max_length=256, cache_memory=4 << 20, **mixed(2)) as driver:
         layers = sum(op.type == "dispatch_rows" for op in driver.runners[0]._model.graph.ops)
         assert [runner.computed_messages for runner in driver.runners] == [(0, 0)] * 3
         driver.generate(PROMPT, 6, 40)      # 40 and 35 rows, then 5 of one
-        assert [runner.computed_messages for runner in driver.runners] == [(0, 0)] + [(7 * layers, 80 * layers)] * 2
-        assert driver.runners[0]._exchange.messages == 7 * layers
+        messages, rows = 7 * layers - 1, 80 * (layers - 1) + 6
+        assert [runner.computed_messages for runner in driver.runners] == [(0, 0)] + [(messages, rows)] * 2
+        assert driver.runners[0]._exchange.messages == messages
         wait = [runner.shared_memory.wait_seconds for runner in driver.runners]
         models = [RankModels(rank, 3, runner.shared_memory) for rank, runner in enumerate(driver.runners)]
         for model, runner in zip(models, driver.runners):
             model.runners["m"] = runner
         assert max(wait) > 0        # on a busy machine a rank may always find its message
-        assert [model.numbers.get("expert_messages") for model in models] == [None, 7 * layers, 7 * layers]
+        assert [model.numbers.get("expert_messages") for model in models] == [None, messages, messages]
         models[1]._unload("m")      # a counter does not fall
-        assert models[1].numbers["expert_rows"] == 80 * layers and not models[1].runners
+        assert models[1].numbers["expert_rows"] == rows and not models[1].runners
 
 
 def test_a_shared_expert_is_computed_before_the_sums_are_awaited():

@@ -45,10 +45,14 @@ class ExchangeOp : public BoundOp {
 class DispatchRows : public ExchangeOp {
  public:
   explicit DispatchRows(const Binding& b)
-      : ExchangeOp(b, false), in_(b.parts[0].in()), routing_(b.routing(b.parts[0].in(1).row_set)) {
+      : ExchangeOp(b, false),
+        in_(b.parts[0].in()),
+        routing_(b.routing(b.parts[0].in(1).row_set)),
+        layer_(b.parts[0].op.integer("layer")) {
     check(in_.width <= exchange_.shape().width && routing_.top <= exchange_.shape().top, "dispatch_rows");
   }
 
+  bool needed(const Batch& batch) const override { return in_.rows(batch); }
   void run(const Batch& batch, int thread) override {
     const int rows = in_.rows(batch), entries = rows * routing_.top;
     copy(in_.data, exchange_.rows(), rows, in_.width, thread);
@@ -56,12 +60,13 @@ class DispatchRows : public ExchangeOp {
       std::copy_n(routing_.chosen.begin(), entries, exchange_.chosen());
       std::copy_n(routing_.shares.begin(), entries, exchange_.shares());
     }
-    if (core_.pool.barrier() && thread == 0) exchange_.send(rows);
+    if (core_.pool.barrier() && thread == 0) exchange_.send(layer_, rows, (int)batch.outputs.size());
   }
 
  private:
   const Tensor in_;
   const Routing& routing_;
+  const int layer_;
 };
 
 // ((rank 1's sums + rank 2's) + rank 3's) + ...
@@ -72,6 +77,7 @@ class ReturnedSums : public ExchangeOp {
     for (int n = 0; n < exchange_.expert_ranks(); n++) sums_.push_back(exchange_.sums(n));
   }
 
+  bool needed(const Batch& batch) const override { return out_.rows(batch); }
   void run(const Batch& batch, int thread) override {
     if (thread == 0) exchange_.await_sums();
     if (!core_.pool.barrier()) return;
@@ -89,23 +95,27 @@ class ReturnedSums : public ExchangeOp {
 
 class DispatchedRows : public ExchangeOp {
  public:
-  explicit DispatchedRows(const Binding& b) : ExchangeOp(b, true), out_(b.parts[0].out()) {
+  explicit DispatchedRows(const Binding& b)
+      : ExchangeOp(b, true), out_(b.parts[0].out()), layer_(b.parts[0].op.integer("layer")) {
     check(out_.width <= exchange_.shape().width, "dispatched_rows");
   }
 
+  bool needed(const Batch& batch) const override { return out_.rows(batch); }
   void run(const Batch& batch, int thread) override {
     const int rows = out_.rows(batch);
     if (thread == 0) {
       exchange_.take();
-      if (exchange_.message_rows() != rows)
+      if (exchange_.message_layer() != layer_ || exchange_.message_rows() != rows)
         throw std::runtime_error("the model's rank has dispatched " + std::to_string(exchange_.message_rows()) +
-                                 " rows after a layer of " + std::to_string(rows));
+                                 " rows of layer " + std::to_string(exchange_.message_layer()) + ", not " +
+                                 std::to_string(rows) + " of layer " + std::to_string(layer_));
     }
     if (core_.pool.barrier()) copy(exchange_.rows(), out_.data, rows, out_.width, thread);
   }
 
  private:
   const Tensor out_;
+  const int layer_;
 };
 
 // Forms the row set as the router on the model's rank did.
@@ -155,17 +165,18 @@ class ReturnSums : public ExchangeOp {
     if (entries_of_) begin_ = entries_of_->begin, end_ = entries_of_->end;
   }
 
+  bool needed(const Batch& batch) const override { return in_.rows(batch); }
   void run(const Batch& batch, int thread) override {
-    if (!has_sums_ || exchange_.wants_entries()) copy_entries((int)batch.rows.size(), thread);
+    if (!has_sums_ || exchange_.wants_entries()) copy_entries(entries_.rows(batch), thread);
     else copy(in_.data, exchange_.own_sums(), in_.rows(batch), in_.width, thread);
     if (core_.pool.barrier() && thread == 0) exchange_.send_sums();
   }
 
  private:
-  void copy_entries(int rows, int thread) const {
-    if (has_sums_ && (!entries_of_ || rows > exchange_.shape().entry_rows))
-      throw std::runtime_error("the model's rank has asked for the entries of " + std::to_string(rows) + " rows");
-    const int entries = rows * entries_of_->top, threads = core_.pool.size();
+  void copy_entries(int entries, int thread) const {
+    if (has_sums_ && (!entries_of_ || entries > exchange_.shape().entry_rows * entries_of_->top))
+      throw std::runtime_error("the model's rank has asked for " + std::to_string(entries) + " entries");
+    const int threads = core_.pool.size();
     for (int i = entries * thread / threads; i < entries * (thread + 1) / threads; i++)
       if (const int expert = entries_of_->chosen[i]; expert >= begin_ && expert < end_)
         std::copy_n(entries_.row(entries_of_->entry_of[i]), in_.width, exchange_.own_sums() + (size_t)i * in_.width);

@@ -22,8 +22,7 @@ ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> e
   const ExpertShape& shape = exchange_->shape();
   char* own = map(0);
   memory_.sent = reinterpret_cast<uint32_t*>(own + offsetof(ExpertExchange::Dispatch, sent));
-  memory_.sent_rows = reinterpret_cast<int*>(own + offsetof(ExpertExchange::Dispatch, rows));
-  memory_.sent_entries = reinterpret_cast<int*>(own + offsetof(ExpertExchange::Dispatch, entries));
+  memory_.latest = reinterpret_cast<int*>(own + offsetof(ExpertExchange::Dispatch, layer));
   memory_.rows = reinterpret_cast<float*>(own + ExpertExchange::kHeader);
   memory_.chosen = reinterpret_cast<int*>(memory_.rows + (size_t)shape.rows * shape.width);
   memory_.shares = reinterpret_cast<float*>(memory_.chosen + (size_t)shape.rows * shape.top);

@@ -8,11 +8,12 @@
 namespace as::cuda {
 namespace {
 
-// The number of the layer of experts of ops[i].
-int layer_of(const Binding& b, size_t i) {
-  int layer = 0;
-  for (size_t j = 0; j < i; j++) layer += b.ops[j].is(Op::dispatch_rows);
-  return layer;
+// Whether the last layer of experts has rows with outputs alone.
+bool selects_outputs(const Binding& b) {
+  int rows = kAllRows;
+  for (const OpNode& op : b.ops)
+    if (op.is(Op::dispatch_rows)) rows = b.in(op).row_set;
+  return rows == kOutputRows;
 }
 
 // In steps with many rows the GPU computes the experts itself (expert_stream.h), or all but a part of them.
@@ -29,7 +30,7 @@ int bind_dispatch_rows(Binding& b, size_t i) {
   if (stream && !hot && stream->largest_split() > b.workspace.experts->shape().entry_rows)
     throw std::invalid_argument("op dispatch_rows: the exchange has no room for entries");
   float* sums = nullptr;
-  const int layer = layer_of(b, i);
+  const int layer = op.integer("layer");
   if (stream) {
     size_t returned = i;
     while (returned < b.ops.size() && !b.ops[returned].is(Op::returned_sums)) returned++;
@@ -38,17 +39,20 @@ int bind_dispatch_rows(Binding& b, size_t i) {
     stream->check_layer(layer, x.rows.width, y.rows.width, routing.top);
     sums = y.values();
   }
-  b.add_launch(kAllRows, [=, memory = b.workspace.experts->memory(), where = b.workspace.data->where(0),
-                          queue = b.queue](int rows) {
+  const SentLayer sent{layer, x.row_set == kOutputRows, b.workspace.data->counts()};
+  b.launches.push_back([=, ws = &b.workspace, last = selects_outputs(b) ? kOutputRows : kAllRows,
+                        memory = b.workspace.experts->memory(), queue = b.queue](const Binding::Size& size) {
+    const int rows = ws->rows_of(x.row_set, size);
+    if (!rows) return;
     if (stream && stream->takes(rows)) {
+      if (!layer) stream->begin_step(rows, ws->rows_of(last, size));
       stream->count(layer, routing, rows);
-      if (!(layer ? stream->is_split() : stream->split(rows)))
-        return stream->run(layer, x.values(), routing, rows, sums);
-      dispatch_part(memory, x.values(), x.rows.width, stream->met(layer, routing, rows), where, rows, queue);
+      if (!stream->is_split()) return stream->run(layer, x.values(), routing, rows, sums);
+      dispatch_part(memory, x.values(), x.rows.width, stream->met(layer, routing, rows), sent, rows, queue);
       return stream->multiply(layer, x.values(), routing, rows);
     }
     const HotExpertsOfLayer own = hot ? hot->of_layer(layer) : HotExpertsOfLayer{};
-    dispatch_rows(memory, x.values(), x.rows.width, routing, own, where, rows, queue);
+    dispatch_rows(memory, x.values(), x.rows.width, routing, own, sent, rows, queue);
     if (hot) hot->multiply(layer, x.values(), routing, rows);
   });
   return 0;
@@ -63,11 +67,11 @@ int bind_returned_sums(Binding& b, size_t i) {
   size_t sent = i;
   while (sent && !b.ops[sent].is(Op::dispatch_rows)) sent--;
   if (!b.ops[sent].is(Op::dispatch_rows)) throw std::invalid_argument("op returned_sums follows no op dispatch_rows");
-  const int layer = layer_of(b, sent);
+  const int layer = b.ops[sent].integer("layer");
   const Routing routing = b.workspace.dispatched.at(b.in(b.ops[sent], 1).row_set);
   std::optional<MetEntries> met;
   if (const HotExperts* const hot = b.workspace.experts->hot()) met = hot->met(layer, routing);
-  b.add_launch(kAllRows, [=, memory = b.workspace.experts->memory(), queue = b.queue](int rows) {
+  b.add_launch(y.row_set, [=, memory = b.workspace.experts->memory(), queue = b.queue](int rows) {
     if (stream && stream->takes(rows)) {
       if (!stream->is_split()) return;
       await_ranks(memory, queue);

@@ -183,7 +183,9 @@ int bind_router(Binding& b, size_t i, bool logits) {
     if ((has(other.inputs, shares) && !other.is(Op::combine_experts) && !other.is(Op::dispatch_rows)) ||
         (has(other.outputs, shares) && !other.is(Op::router)))
       refuse(std::string("op ") + other.spec->name + " of the weights that a router makes");
-  const int* where = x.row_set == kAllRows ? b.workspace.data->where(0) : nullptr;
+  const int* where = x.row_set == kAllRows ? b.workspace.data->where(0)
+                     : dispatches          ? b.workspace.data->padding()
+                                           : nullptr;
   const GemmArgs p = logits ? logits_of(b, i - 1) : GemmArgs{};
   if (dispatches) {
     b.add_launch(x.row_set, [=, queue = b.queue](int rows) {

@@ -53,7 +53,8 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
-      take(adapters_, rows), take(chosen_, max_outputs), take(keeps_, needs.keeps ? rows : 0),
+      take(adapters_, rows), take(chosen_, max_outputs), take(counts_, needs.sends ? 2 : 0),
+      take(padding_, needs.sends ? max_outputs : 0), take(keeps_, needs.keeps ? rows : 0),
       take(takes_, needs.takes ? rows : 0);
   const bool parts = needs.segments || needs.images;
   take(ends_, needs.whole ? rows : 0), take(part_begins_, parts ? rows : 0), take(part_ends_, parts ? rows : 0);
@@ -248,6 +249,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
   if (size.given) add_given(batch, device);
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
   add_places(batch);
+  if (needs_.sends) add_counts(size, padded);
   if (padded) {
     for (int r = size.rows; r < padded; r++) idle_row(r, 0);
     std::fill(host(chosen_) + size.outputs, host(chosen_) + padded, 0);
@@ -260,6 +262,12 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
   if (states) add_states(batch, padded, *states, size);
   send(size, used, device);
   return size;
+}
+
+void StepData::add_counts(const Size& size, int padded) const {
+  host(counts_)[0] = size.rows, host(counts_)[1] = size.outputs;
+  std::fill_n(host(padding_), size.outputs, 0);
+  if (padded > size.outputs) std::fill_n(host(padding_) + size.outputs, padded - size.outputs, -1);
 }
 
 void StepData::add_places(const Batch& batch) const {
@@ -307,6 +315,7 @@ StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
     if (prefills) add_prefill(tile, size);
   }
   std::fill_n(host(chosen_), size.outputs, 0);
+  if (needs_.sends) add_counts({}, size.outputs);
   std::fill_n(decode, size.decode_tiles, AttentionTile{});
   for (int g = 0; g < groups_; g++) std::fill_n(host(tables_) + g * table_, max_spans_, no_span_);
   if (chunks_ > state_items_) {  // ops have a state
@@ -352,7 +361,7 @@ void StepData::send(const Size& size, int used, const Device& device) const {
   const size_t most =
                    std::max({size.rows, size.outputs, size.decode_tiles * (int)kTileInts,
                              size.prefill_tiles * (int)kTileInts, size.selected_tiles * (int)kTileInts,
-                             size.chunks * (int)kChunkInts, (size.short_items + size.long_items) * (int)kItemInts, 1}),
+                             size.chunks * (int)kChunkInts, (size.short_items + size.long_items) * (int)kItemInts, 2}),
                small = pitch_ / 4, tables = used;
   if (most > small) copy_all(0, tables_);
   else if (tables > small) copy(0, most, tables_ / pitch_);

@@ -30,7 +30,7 @@ struct TileLimits {
 // all. indexed: ops need the span tables of each row.
 struct RowNeeds {
   bool states = false, keeps = false, takes = false, whole = false, segments = false, images = false, places = false,
-       indexed = false;
+       indexed = false, sends = false;
   int given = 0, separator = -1, selected = 0;
 };
 
@@ -74,8 +74,12 @@ class StepData {
   const int* where(int group) const { return at(where_) + (size_t)group * pitch_; }
   const int* adapters() const { return at(adapters_); }  // of each row; -1: none
   const int* chosen() const { return at(chosen_); }      // row of each output
-  const int* keeps() const { return at(keeps_); }        // place where each row's hidden state is kept; -1: nowhere
-  const int* takes() const { return at(takes_); }        // place of the hidden state that each row takes
+  // Of programs that send rows to ranks of experts: rows and outputs without padding; 0 for each output, -1 for
+  // padding.
+  const int* counts() const { return at(counts_); }
+  const int* padding() const { return at(padding_); }
+  const int* keeps() const { return at(keeps_); }  // place where each row's hidden state is kept; -1: nowhere
+  const int* takes() const { return at(takes_); }  // place of the hidden state that each row takes
   // The last position of each row's sequence; the first and the last one of its segment or image, its own in neither.
   const int* ends() const { return at(ends_); }
   const int* part_begins() const { return at(part_begins_); }
@@ -119,6 +123,7 @@ class StepData {
   void add_prefill(AttentionTile tile, Size& size) const;
   void idle_row(int r, int position);
   void add_places(const Batch& batch) const;
+  void add_counts(const Size& size, int padded) const;
   void send(const Size& size, int used, const Device& device) const;
 
   const int span_size_, groups_, max_spans_, no_span_;
@@ -127,9 +132,9 @@ class StepData {
   const RowNeeds needs_;
   const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
   uint32_t steps_ = 0;          // may exceed 2^31
-  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, keeps_, takes_, ends_, part_begins_,
-      part_ends_, segments_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, narrow_tiles_, selected_tiles_,
-      row_tables_, state_items_, chunks_, tables_,
+  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, counts_, padding_, keeps_, takes_, ends_,
+      part_begins_, part_ends_, segments_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, narrow_tiles_,
+      selected_tiles_, row_tables_, state_items_, chunks_, tables_,
       all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   Memory given_turns_[2], given_rows_;

@@ -44,24 +44,25 @@ __device__ float4 read_host4(const float* from) {
 }
 
 // The last CTA that has written its part of a message says that it is there.
-__device__ void end_message(const ExpertMemory& m, const int* where, int rows, bool entries) {
+__device__ void end_message(const ExpertMemory& m, const SentLayer& layer, bool entries) {
   __threadfence_system();
   __syncthreads();
   MessageState& state = *m.local;
   if (threadIdx.x || atomicAdd(&state.ended, 1) != gridDim.x - 1) return;
   __threadfence_system();
-  int there = rows;
-  while (where && there > 0 && where[there - 1] < 0) there--;
+  const int there = layer.counts[layer.of_outputs], outputs = layer.counts[1];
   const uint32_t message = state.messages + 1;
   state.ended = 0, state.messages = message, state.rows = (uint32_t)there;
-  *const_cast<volatile int*>(m.sent_rows) = there, *const_cast<volatile int*>(m.sent_entries) = entries;
+  asm volatile("st.relaxed.sys.global.v4.s32 [%0], {%1, %2, %3, %4};" ::"l"(m.latest), "r"(layer.number), "r"(there),
+               "r"(outputs), "r"((int)entries)
+               : "memory");
   state.sent_at = nanoseconds();
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(m.sent), "r"(message) : "memory");
 }
 
 __global__ void __launch_bounds__(kThreads)
     dispatch_kernel(const __grid_constant__ ExpertMemory m, const float* x, int width, Routing routing,
-                    HotExpertsOfLayer hot, const int* where, int rows) {
+                    HotExpertsOfLayer hot, SentLayer layer, int rows) {
   after_previous();
   const size_t first = blockIdx.x * (size_t)kThreads + threadIdx.x, stride = gridDim.x * (size_t)kThreads;
   const size_t values = (size_t)rows * width, entries = (size_t)rows * routing.top;
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     m.chosen[i] = expert, m.shares[i] = routing.shares[i];
   }
-  end_message(m, where, rows, false);
+  end_message(m, layer, false);
 }
 
 __device__ bool is_of_ranks(const MetEntries& met, int expert) {
@@ -91,7 +92,7 @@ __device__ bool is_of_ranks(const MetEntries& met, int expert) {
 // A warp writes a row. Rows that no rank reads keep what an earlier message had.
 __global__ void __launch_bounds__(kThreads)
     dispatch_part_kernel(const __grid_constant__ ExpertMemory m, const float* x, int width,
-                         const __grid_constant__ MetEntries met, const int* where, int rows) {
+                         const __grid_constant__ MetEntries met, SentLayer layer, int rows) {
   after_previous();
   const int lane = threadIdx.x % 32, warps = gridDim.x * (kThreads / 32);
   for (int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; row < rows; row += warps) {
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads)
     else
       for (int i = lane; i < width; i += 32) to[i] = from[i];
   }
-  end_message(m, where, rows, true);
+  end_message(m, layer, true);
 }
 
 // Once a rank has missed the time limit, all waits end at once. The results are then useless, and the host reports it.
@@ -232,13 +233,13 @@ int ctas(int rows, int width, int most) {
 }  // namespace
 
 void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing,
-                   const HotExpertsOfLayer& hot, const int* where, int rows, const Queue& queue) {
-  start(queue, dispatch_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, routing, hot, where, rows);
+                   const HotExpertsOfLayer& hot, const SentLayer& layer, int rows, const Queue& queue) {
+  start(queue, dispatch_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, routing, hot, layer, rows);
 }
 
-void dispatch_part(const ExpertMemory& memory, const float* x, int width, const MetEntries& met, const int* where,
+void dispatch_part(const ExpertMemory& memory, const float* x, int width, const MetEntries& met, const SentLayer& layer,
                    int rows, const Queue& queue) {
-  start(queue, dispatch_part_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, met, where, rows);
+  start(queue, dispatch_part_kernel, ctas(rows, width, kSenders), kThreads, 0, memory, x, width, met, layer, rows);
 }
 
 void count_uses(const int* chosen, int entries, uint32_t* uses, const Queue& queue) {

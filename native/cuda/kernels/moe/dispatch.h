@@ -19,14 +19,20 @@ struct ExpertMemory {
   int* chosen = nullptr;                            // [rows, top]
   float* shares = nullptr;                          // [rows, top]
   uint32_t* sent = nullptr;                         // messages so far
-  int* sent_rows = nullptr;                         // of the latest one
-  int* sent_entries = nullptr;                      // whether it asks for entries
+  int* latest = nullptr;                            // its layer, rows, outputs, and whether it asks for entries
   int ranks = 0;                                    // of experts
   const float* sums[kMostExpertRanks] = {};         // [rows, width] of each rank
   const uint32_t* returned[kMostExpertRanks] = {};  // messages that it has answered
   MessageState* local = nullptr;                    // in the GPU's memory
   int* failed = nullptr;  // in host memory: 0, or 1 + the rank of experts that has missed the time limit
   uint64_t limit = 0;     // ns
+};
+
+// The layer of a message. Padding rows, which are the last ones, are not sent.
+struct SentLayer {
+  int number = 0;
+  bool of_outputs = false;      // its rows are those with outputs, not all
+  const int* counts = nullptr;  // of the step without padding: rows, and rows with outputs
 };
 
 // Of a layer: which experts the GPU computes itself, and how often rows have chosen each; in its memory.
@@ -60,13 +66,12 @@ struct MetEntries {
 // Chooses each row's experts from its logits, as route() does: into routing.entry_of and routing.shares.
 void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
                     const Queue& queue);
-// Sends rows x [rows, width] and their choices, -1 for hot experts; not the padding rows at the end (where: as of
-// route()).
+// Sends rows x [rows, width] and their choices, -1 for hot experts.
 void dispatch_rows(const ExpertMemory& memory, const float* x, int width, const Routing& routing,
-                   const HotExpertsOfLayer& hot, const int* where, int rows, const Queue& queue);
+                   const HotExpertsOfLayer& hot, const SentLayer& layer, int rows, const Queue& queue);
 // The same of a step in which the GPU computes experts, too: rows of which ranks compute no entries are not written.
 // The message asks for entries.
-void dispatch_part(const ExpertMemory& memory, const float* x, int width, const MetEntries& met, const int* where,
+void dispatch_part(const ExpertMemory& memory, const float* x, int width, const MetEntries& met, const SentLayer& layer,
                    int rows, const Queue& queue);
 // Waits for the ranks' answers by few polls, while the host's memory is copied; what follows finds them.
 void await_ranks(const ExpertMemory& memory, const Queue& queue);
