@@ -206,13 +206,13 @@ class Loader:
         return identity
 
     def _takes_stored_rows(self, weight: Weight, form: WeightFormat) -> bool:
-        """Whether a matrix in this format takes what _stored_rows returns: it has the format of the stored rows, or it
-        is of floats and they are e4m3 with scales and nothing else.
+        """Whether a matrix in this format takes what _stored_rows returns: it has the format of the stored rows, by
+        either recipe of products, or it is of floats and they are e4m3 with scales and nothing else.
         """
         stored = weight.stored
         if stored is None or not hasattr(self.executor, "fill_quantized_rows"):
             return False
-        return stored == form if form.quantized else (
+        return stored == replace(form, exact=False) if form.quantized else (
             stored.dtype == "e4m3" and stored.layout.zeros == "none" and not stored.layout.super_group)
 
     def _stored_rows(self, tensor: QuantizedTensor, begin: int, end: int) -> CodedRows | None:
