@@ -138,8 +138,12 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
     rows = CounterMetricFamily("allspark_rank_expert_rows", "Rows of these messages", labels=["rank"])
     uses = CounterMetricFamily("allspark_rank_expert_uses", "Experts that rows have chosen, where the GPU of a mixed "
                                "group has hot experts, by whether it had them", labels=["rank", "hot"])
+    streamed = CounterMetricFamily("allspark_rank_expert_streamed_rows", "Rows, over all layers, whose experts the GPU "
+                                   "of a mixed group has computed from copies", labels=["rank"])
     for number, rank in enumerate(ranks):
         name = str(number)
+        if count := rank.get("expert_streamed_rows"):
+            streamed.add_metric([name], count)
         if count := rank.get("expert_messages"):
             messages.add_metric([name], count)
             rows.add_metric([name], rank.get("expert_rows", 0))
@@ -157,4 +161,4 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
             memory.add_metric([name, str(node)], size)
         if pages:
             misplaced.add_metric([name], rank.get("misplaced_bytes", 0) / max(1, sum(pages.values())))
-    yield from (seconds, steps, messages, rows, uses, memory, misplaced, gpus)
+    yield from (seconds, steps, messages, rows, uses, streamed, memory, misplaced, gpus)

@@ -24,7 +24,7 @@ class GroupReport:
     def read(self) -> dict[str, Any]:
         """{"restarts": …, "ranks": [{"node", "bytes_on_node", "misplaced_bytes", "steps", "step_seconds",
         "exchange_seconds", "wait_seconds", "gpu": {"index", "free", "total"}, "expert_messages", "expert_rows",
-        "expert_hits", "expert_uses"}, …]}, without unknown keys.
+        "expert_hits", "expert_uses", "expert_streamed_rows"}, …]}, without unknown keys.
         """
         now = time.monotonic()
         if self._path is not None and now - self._read > _READ_SECONDS:

@@ -11,7 +11,7 @@ import os
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -162,8 +162,7 @@ class RankModels:
         self._queued: deque[tuple[str, float]] = deque()    # their models, and when they were queued
         self._ended = 0.0           # when the last one ended
         self.steps, self.step_seconds = 0, 0.0
-        # Of models that were unloaded; see ModelRunner.computed_messages and expert_uses.
-        self._messages, self._expert_uses = (0, 0), (0, 0)
+        self._expert_counts = Counter[str]()    # of models that were unloaded
         self.placement: dict = {}   # where this process's memory was after the last load
         self.served = False         # whether a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
@@ -271,17 +270,15 @@ class RankModels:
     def numbers(self) -> dict:
         """This rank's figures for the supervisor. Any thread may call it."""
         found = {"steps": self.steps, "step_seconds": round(self.step_seconds, 6), **self.placement}
-        if self.shared_memory is not None:
-            found |= {"exchange_seconds": round(self.shared_memory.exchange_seconds, 6),
-                      "wait_seconds": round(self.shared_memory.wait_seconds, 6)}
-        (messages, rows), (hits, uses) = self._messages, self._expert_uses
+        counts = Counter(self._expert_counts)
         for runner in list(self.runners.values()):
-            more, used = runner.computed_messages, runner.expert_uses
-            messages, rows, hits, uses = messages + more[0], rows + more[1], hits + used[0], uses + used[1]
-        if messages:
-            found |= {"expert_messages": messages, "expert_rows": rows}
-        if uses:
-            found |= {"expert_hits": hits, "expert_uses": uses}
+            counts.update(runner.expert_counts)
+        waited = counts.pop("expert_wait_seconds", 0)   # a GPU's, which the shared memory does not know of
+        if self.shared_memory is not None:
+            found |= {"exchange_seconds": round(self.shared_memory.exchange_seconds + waited, 6),
+                      "wait_seconds": round(self.shared_memory.wait_seconds + waited, 6)}
+        if any(counts.values()):
+            found |= counts
         gpus = [runner.gpu for runner in list(self.runners.values()) if runner.gpu is not None]
         if gpus:
             from .device import gpu_memory
@@ -403,7 +400,5 @@ class RankModels:
         self._towers.pop(tower_name(name), None)
         runner = self.runners.pop(name, None)
         if runner is not None:
-            (messages, rows), (hits, uses) = runner.computed_messages, runner.expert_uses
-            self._messages = self._messages[0] + messages, self._messages[1] + rows
-            self._expert_uses = self._expert_uses[0] + hits, self._expert_uses[1] + uses
+            self._expert_counts.update(runner.expert_counts)
             runner.close()

@@ -493,20 +493,20 @@ class ModelRunner:
         return binding.cpus_of_threads(self.cpus, self.config.num_threads or len(self.cpus))
 
     @property
-    def computed_messages(self) -> tuple[int, int]:
-        """How many messages with rows this rank has computed its routed experts for, and how many rows they had; zeros
-        unless it is a rank of experts. Any thread may call it.
+    def expert_counts(self) -> dict[str, float]:
+        """In a mixed group, of a rank of experts: how many messages with rows it has computed its routed experts for,
+        and how many rows they had. Of a GPU: the seconds from its messages to their answers, how many rows, over all
+        layers, it has computed the experts of, how many of the experts that other rows have chosen were hot, and how
+        many these were. Any thread may call it.
         """
-        exchange = self._exchange
-        return (exchange.messages, exchange.messages_rows) if exchange is not None and self.role.experts else (0, 0)
-
-    @property
-    def expert_uses(self) -> tuple[int, int]:
-        """Of the model's rank of a mixed group with hot experts: how many entries were of these, and how many there
-        were. Zeros on other ranks. Any thread may call it.
-        """
-        executor = self._executor
-        return executor.expert_uses if executor is not None and self._streaming else (0, 0)
+        exchange, executor = self._exchange, self._executor
+        if exchange is not None and self.role.experts:
+            return {"expert_messages": exchange.messages, "expert_rows": exchange.messages_rows}
+        if exchange is None or executor is None or not self.config.on_gpus:
+            return {}
+        hits, uses = executor.expert_uses
+        return {"expert_wait_seconds": executor.expert_times[1], "expert_streamed_rows": executor.streamed_rows,
+                "expert_hits": hits, "expert_uses": uses}
 
     def tokens_of(self, spans: int) -> int:
         """The number of tokens that a cache of so many spans holds, after open()."""

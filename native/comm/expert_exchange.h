@@ -112,6 +112,9 @@ class ExpertExchange {
             of.entries.load(std::memory_order_relaxed)};
   }
 
+  // How many messages the model's rank has sent, also from a GPU. Any thread may call it.
+  int64_t sent_messages() const { return dispatch().sent.load(std::memory_order_relaxed); }
+
   // For a GPU: where memory lies in this process, and flags in it.
   char* block(int rank) const { return blocks_[rank].data(); }
   size_t block_bytes(int rank) const { return blocks_[rank].size(); }

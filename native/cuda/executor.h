@@ -55,7 +55,7 @@ class CudaExecutor : public Model {
     int64_t messages = 0, waited = 0;
     std::vector<int64_t> computed;
   };
-  ExpertTimes expert_times() const;
+  ExpertTimes expert_times() const;  // any thread may call it between allocate() and the end
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. drafts: a draft model, or
   // the layers of a draft head, on the same GPU and allocated with the same spans.

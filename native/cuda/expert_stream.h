@@ -5,6 +5,7 @@
 // their entries.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -72,8 +73,8 @@ class ExpertStream {
   void copy(char* to, int rank, uint64_t at, size_t bytes, cudaStream_t stream) const;
   double bandwidth() const { return bandwidth_; }              // bytes/s over PCIe
   double pinning_seconds() const { return pinning_seconds_; }  // that pinning took
-  // Rows, over all layers, that were computed here.
-  int64_t computed_rows() const { return computed_rows_; }
+  // Rows, over all layers, that were computed here. Any thread may call it.
+  int64_t computed_rows() const { return computed_rows_.load(std::memory_order_relaxed); }
   int64_t split_rows() const { return split_rows_; }        // those of them some of whose experts ranks computed
   int64_t split_experts() const { return split_experts_; }  // how many these were, of all layers and steps
   const ExpertRates& rates() const { return rates_; }
@@ -150,7 +151,8 @@ class ExpertStream {
   int experts_ = 0;  // of a layer, on all ranks
   int first_rows_ = 0;
   double bandwidth_ = 0, pinning_seconds_ = 0;
-  int64_t computed_rows_ = 0, split_rows_ = 0, split_experts_ = 0;
+  std::atomic<int64_t> computed_rows_{0};
+  int64_t split_rows_ = 0, split_experts_ = 0;
   bool idle_ = false;
 };
 

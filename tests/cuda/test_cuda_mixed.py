@@ -9,6 +9,7 @@ import pytest
 
 from allspark_client import AllSparkError
 from allspark_server.runtime import expert_streams, rank_model
+from allspark_server.runtime.rank_models import RankModels
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
 from support import quantized_checkpoints
@@ -193,6 +194,11 @@ def test_the_gpu_counts_its_waits():
         assert after[0] - before[0] == 5 * layers
         computed = [now - then for now, then in zip(after[2], before[2] or [0.0, 0.0])]
         assert len(computed) == 2 and after[1] - before[1] > 0.9 * max(computed) > 0
+        models = RankModels(0, 3, mixed.runners[0].shared_memory)
+        models.runners["m"] = mixed.runners[0]
+        numbers = models.numbers
+        assert numbers["exchange_seconds"] >= numbers["wait_seconds"] == pytest.approx(after[1], abs=1e-5)
+        assert numbers["expert_streamed_rows"] == 0
 
 
 def test_rows_are_chosen_and_sent_if_the_memory_does_not_suffice(caplog, monkeypatch):
@@ -235,7 +241,7 @@ def test_hot_experts_change_no_bit(form, experts, monkeypatch):
                 own, bits = mixed.generate(PROMPT, 80, chunk)
                 assert own == tokens
                 np.testing.assert_array_equal(np.stack(bits), np.stack(logits))
-            hits, uses = mixed.runners[0].expert_uses
+            hits, uses = mixed.runners[0]._executor.expert_uses
             assert 0 < hits < uses and (count == 5 or hits > uses / 2)
 
 
@@ -251,7 +257,7 @@ def test_hot_experts_in_a_batch_with_warm_up():
             left = total - done
         for chunk in (16, 3, 8, 16):
             np.testing.assert_array_equal(np.stack(together(mixed, prompts, chunk)), np.stack(wanted))
-        assert mixed.runners[0].expert_uses[0] > 0
+        assert mixed.runners[0].expert_counts["expert_hits"] > 0
 
 
 def test_the_memory_of_experts_is_given_back():

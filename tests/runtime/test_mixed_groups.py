@@ -168,10 +168,12 @@ def test_messages_and_rows_are_counted():
     """By ranks of experts: each layer of a step is a message, the last one of rows with outputs, if there are any."""
     with Driver(checkpoint("qwen3-moe"), 3, engine_max_length=256, cache_memory=4 << 20, **mixed(2)) as driver:
         layers = sum(op.type == "dispatch_rows" for op in driver.runners[0]._model.graph.ops)
-        assert [runner.computed_messages for runner in driver.runners] == [(0, 0)] * 3
+        none = {"expert_messages": 0, "expert_rows": 0}
+        assert [runner.expert_counts for runner in driver.runners] == [{}, none, none]
         driver.generate(PROMPT, 6, 40)      # 40 and 35 rows, then 5 of one
         messages, rows = 7 * layers - 1, 80 * (layers - 1) + 6
-        assert [runner.computed_messages for runner in driver.runners] == [(0, 0)] + [(messages, rows)] * 2
+        counted = {"expert_messages": messages, "expert_rows": rows}
+        assert [runner.expert_counts for runner in driver.runners] == [{}, counted, counted]
         assert driver.runners[0]._exchange.messages == messages
         wait = [runner.shared_memory.wait_seconds for runner in driver.runners]
         models = [RankModels(rank, 3, runner.shared_memory) for rank, runner in enumerate(driver.runners)]

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -59,7 +60,8 @@ class FakeRunner:
         if self.name == f"lost-in-{where}{self.rank}":
             raise DeviceLost("the device is gone")
 
-    threads, gpu, address, computed_messages, expert_uses = 0, None, "", (0, 0), (0, 0)
+    threads, gpu, address = 0, None, ""
+    expert_counts: ClassVar[dict[str, float]] = {}
 
     answers = threading.Event()     # the file system of the model "hangs" does
 

@@ -77,8 +77,7 @@ def top(options: argparse.Namespace) -> int:
 def _shares(ranks: Sequence[pb.RankState]) -> tuple[list[str], list[str]]:
     """The parts of their steps' time that ranks exchange and wait, as texts, and notes about ranks of experts.
 
-    In a mixed group, the parts are those of the rank that computes the model, as the others wait for it by design. A
-    GPU's waits are not counted: "-".
+    In a mixed group, the parts are those of the rank that computes the model, as the others wait for it by design.
     """
     def parts(chosen: Sequence[pb.RankState]) -> list[float]:
         spent = [sum(getattr(rank, f"{part}_seconds") for rank in chosen) for part in ("compute", "exchange", "wait")]
@@ -86,8 +85,6 @@ def _shares(ranks: Sequence[pb.RankState]) -> tuple[list[str], list[str]]:
 
     experts = [rank for rank in ranks if rank.expert_messages]
     found = parts([rank for rank in ranks if not rank.expert_messages])[1:]
-    if experts and not any(found):
-        found = []
     shares = [f"{100 * part:.1f}%" for part in found] or ["-", "-"]
     if not experts:
         return shares, []

@@ -5,6 +5,14 @@
 #include <string>
 
 namespace as::cuda {
+namespace {
+
+struct Told {  // by the GPU, as of ExpertMemory
+  int failed = 0;
+  uint64_t waited = 0;
+};
+
+}  // namespace
 
 ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> exchange, ExpertStream* stream,
                          HotExperts* hot)
@@ -33,8 +41,10 @@ ExpertRanks::ExpertRanks(const Device& device, std::shared_ptr<ExpertExchange> e
     memory_.sums[n] = reinterpret_cast<const float*>(block + ExpertExchange::kHeader);
   }
   local_ = Memory(sizeof(MessageState), "a message's state");
-  failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
-  memory_.local = local_.as<MessageState>(), memory_.failed = failed_.as<int>();
+  told_ = Memory(sizeof(Told), "a flag", Memory::Where::host);
+  Told* const told = told_.as<Told>();
+  *told = {};
+  memory_.local = local_.as<MessageState>(), memory_.failed = &told->failed, memory_.waited = &told->waited;
   memory_.limit = (uint64_t)(exchange_->timeout() * 1e9);
 }
 
@@ -45,14 +55,11 @@ ExpertRanks::~ExpertRanks() {
 }
 
 std::pair<int64_t, int64_t> ExpertRanks::waited() const {
-  device_.use();
-  MessageState state;
-  check(cudaMemcpy(&state, memory_.local, sizeof state, cudaMemcpyDeviceToHost), "reading a message's state");
-  return {(int64_t)state.messages, (int64_t)state.waited_ns};
+  return {exchange_->sent_messages(), (int64_t)const_cast<const volatile Told*>(told_.as<Told>())->waited};
 }
 
 void ExpertRanks::check_waits() const {
-  const int failed = *const_cast<const volatile int*>(failed_.as<int>());
+  const int failed = const_cast<const volatile Told*>(told_.as<Told>())->failed;
   if (failed)
     throw std::runtime_error("rank 0 waited " + std::to_string((int)exchange_->timeout()) + " s on its GPU for rank " +
                              std::to_string(failed) +

@@ -34,7 +34,7 @@ class ExpertRanks {
   void check_waits() const;
   void end_step() { exchange_->end_step(); }
   // How many messages the GPU has sent so far, and nanoseconds from each until it saw that all ranks had answered,
-  // which it may have looked for later.
+  // which it may have looked for later. Any thread may call it.
   std::pair<int64_t, int64_t> waited() const;
 
  private:
@@ -43,7 +43,7 @@ class ExpertRanks {
   ExpertStream* const stream_;
   HotExperts* const hot_;
   std::vector<Pinned> blocks_;  // of all ranks
-  Memory local_, failed_;
+  Memory local_, told_;         // told_: what the GPU tells the host
   ExpertMemory memory_;
 };
 

@@ -24,7 +24,8 @@ from support.metrics import metrics_of, samples
 FOLDER = resource_folder("monitoring")
 REPORT = {"restarts": 3, "ranks": [
     {"node": 0, "bytes_on_node": {"0": 900, "1": 100}, "misplaced_bytes": 100, "steps": 7, "step_seconds": 10.0,
-     "exchange_seconds": 3.0, "wait_seconds": 1.0, "expert_hits": 30, "expert_uses": 40},
+     "exchange_seconds": 3.0, "wait_seconds": 1.0, "expert_hits": 30, "expert_uses": 40,
+     "expert_streamed_rows": 500},
     {"node": 1, "bytes_on_node": {"1": 1000}, "misplaced_bytes": 0, "steps": 7, "step_seconds": 10.0,
      "exchange_seconds": 4.0, "wait_seconds": 4.0, "expert_messages": 21, "expert_rows": 84},
 ]}
@@ -66,6 +67,7 @@ def test_metrics_of_ranks_of_experts(member):
     assert ("allspark_rank_expert_messages_total", ("rank", "0")) not in found
     assert found[("allspark_rank_expert_uses_total", ("hot", "yes"), ("rank", "0"))] == 30
     assert found[("allspark_rank_expert_uses_total", ("hot", "no"), ("rank", "0"))] == 10
+    assert found[("allspark_rank_expert_streamed_rows_total", ("rank", "0"))] == 500
     assert found[("allspark_rank_seconds_total", ("part", "wait"), ("rank", "1"))] == 4
 
 
@@ -76,8 +78,8 @@ def test_top_of_a_mixed_group(member):
         assert line.endswith("3 restarts, experts compute 60% of steps, 4.0 rows a layer")
         ranks = one.info().ranks
     assert top._shares(ranks) == (["20.0%", "10.0%"], ["experts compute 60% of steps, 4.0 rows a layer"])
-    ranks[0].exchange_seconds = ranks[0].wait_seconds = 0      # a GPU does not count its waits
-    assert top._shares(ranks)[0] == ["-", "-"]
+    ranks[0].exchange_seconds = ranks[0].wait_seconds = 0
+    assert top._shares(ranks) == (["0.0%", "0.0%"], ["experts compute 60% of steps, 4.0 rows a layer"])
     ranks[1].expert_messages = ranks[1].expert_rows = 0
     assert top._shares(ranks) == (["0.0%", f"{100 * 4 / 17:.1f}%"], [])      # an ordinary group: of all ranks
     assert top._shares([]) == (["-", "-"], [])

@@ -140,7 +140,10 @@ __device__ int await_ranks(const ExpertMemory& m) {
   const int there = (int)state.rows;
   if (threadIdx.x < m.ranks) await_rank(m, threadIdx.x, state.messages);
   __syncthreads();
-  if (!blockIdx.x && !threadIdx.x && state.sent_at) state.waited_ns += nanoseconds() - state.sent_at, state.sent_at = 0;
+  if (!blockIdx.x && !threadIdx.x && state.sent_at) {
+    state.waited_ns += nanoseconds() - state.sent_at, state.sent_at = 0;
+    *const_cast<volatile uint64_t*>(m.waited) = state.waited_ns;
+  }
   return there;
 }
 

@@ -24,8 +24,10 @@ struct ExpertMemory {
   const float* sums[kMostExpertRanks] = {};         // [rows, width] of each rank
   const uint32_t* returned[kMostExpertRanks] = {};  // messages that it has answered
   MessageState* local = nullptr;                    // in the GPU's memory
-  int* failed = nullptr;  // in host memory: 0, or 1 + the rank of experts that has missed the time limit
-  uint64_t limit = 0;     // ns
+  // In host memory: 0, or 1 + the rank of experts that has missed the time limit; waited_ns.
+  int* failed = nullptr;
+  uint64_t* waited = nullptr;
+  uint64_t limit = 0;  // ns
 };
 
 // The layer of a message. Padding rows, which are the last ones, are not sent.
