@@ -40,12 +40,13 @@ ENGINES = ("engine", "client-1", "client-2", "async-1")
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Qwen2 checkpoint with awkward sizes and a tokenizer."""
+    """A tiny random Qwen2 checkpoint (in mixed groups, a Qwen3-MoE's) with awkward sizes and a tokenizer."""
     from support.checkpoints import checkpoint
     from support.gemma4 import VOCAB
+    from support.units import EXPERT_RANKS
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    shutil.copytree(checkpoint("qwen2-gqa-tied"), directory)
+    shutil.copytree(checkpoint("qwen3-moe" if EXPERT_RANKS else "qwen2-gqa-tied"), directory)
     add_tokenizer(directory, VOCAB)
     return directory
 
@@ -69,22 +70,25 @@ def engine_of() -> Iterator[Callable[[str], AbstractEngine]]:
 
 
 def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
-    from support.units import GPUS
+    from support.units import EXPERT_RANKS, GPUS
 
     if name == "engine":
         from allspark_server import Engine
 
-        if len(GPUS) > 1:
-            pytest.skip("an Engine computes in this process, on one GPU")
+        if len(GPUS) > 1 or EXPERT_RANKS:
+            pytest.skip("an Engine computes in this process, on one GPU or on CPUs")
         return Engine()
     from allspark_client import ClientEngine
     from allspark_launch.group.background import background_group
     from support.blocking import BlockingEngine
 
     kind, ranks = name.split("-")
+    if EXPERT_RANKS and int(ranks) > 1:
+        pytest.skip("a mixed group has one rank of the model")
     if GPUS and int(ranks) != len(GPUS):
         pytest.skip(f"each rank has a GPU, and ALLSPARK_TEST_UNIT names {len(GPUS)}")
-    words = ["--gpus", ",".join(GPUS)] if GPUS else ["--ranks", ranks]
+    words = ["--gpus", ",".join(GPUS)] if GPUS else [] if EXPERT_RANKS else ["--ranks", ranks]
+    words += ["--experts-on", "cpu", "--ranks", str(1 + EXPERT_RANKS)] if EXPERT_RANKS else []
     group = stack.enter_context(background_group(words, timeout=60.0))
     return (BlockingEngine if kind == "async" else ClientEngine)(group.addresses[0])
 
