@@ -26,10 +26,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from stored_formats import STORED, Tensors, write_safetensors
-from support.driver import Driver, logits_of
 from transformers import AutoTokenizer
 
 from allspark_server import _native
+from support.driver import Driver, logits_of
 
 EXPERTS = 4
 FORMATS = "int8,w8a8,int4:64,w4a8:64,mxfp4,nvfp4"

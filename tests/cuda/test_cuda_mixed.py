@@ -60,7 +60,7 @@ def test_rows_without_outputs_are_left_out_of_the_last_layer(streaming, monkeypa
     def run():
         with driver("glm4-moe", 2, **fields) as mixed:
             found = [mixed.generate(PROMPT, 4, chunk) for chunk in (None, 16, 3)]
-            return found, together(mixed, [prompt_of(5), prompt_of(60, seed=3), prompt_of(33, seed=4)], 16)
+            return found, together(mixed, [prompt_of(5), prompt_of(60, seed=3)], 16)
 
     found, several = run()
     monkeypatch.setattr(rank_model, "with_early_selection", lambda graph: graph)
