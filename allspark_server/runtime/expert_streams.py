@@ -24,7 +24,7 @@ PART, PARTS = 64 << 20, 4
 #: experts of a layer that ranks of experts compute while the GPU copies and computes the others; -1: chosen from
 #: speeds, measured when the model is loaded and in each shared step, and uses. In steps of up to SPLIT_ROWS rows:
 #: messages need room for entries
-BY_RANKS, SPLIT_ROWS = -1, 1024
+BY_RANKS, SPLIT_ROWS = -1, 2048
 #: what may come between the two products of an expert
 GATES = {"silu_mul", "gelu_tanh_mul", "gelu_mul", "clamped_silu_mul"}
 WITH_BYTES = ("w8a8", "w4a8")    # formats whose activations have 8 bits, not 16
