@@ -64,7 +64,7 @@ class AsModelConfig(Checked):
     #: the NAME.asparam of a NAME.asgraph; otherwise empty
     weights_path: str = path_field("")
     #: "CPU:0"; "CPU:0,1" for two NUMA nodes, "CUDA:0,1" for two GPUs. "CPU:0+CPU:0,1": a mixed group, whose first rank
-    #: computes the model, and two others its routed experts
+    #: computes the model, and two others its routed experts; "CUDA:0,1+CPU:0": two GPUs compute the model
     compute_unit: str = custom_field(_compute_unit, "CPU:0")
     #: most tokens of prompt and output together
     engine_max_length: int = int_field(2048, 1, INT32_MAX)

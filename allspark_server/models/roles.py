@@ -13,25 +13,29 @@ from allspark_server.models.graph import Graph
 from allspark_server.models.graph_elements import ALL_ROWS, OUTPUT_ROWS, Op
 
 
-def model_part(graph: Graph) -> Graph:
-    """What the model's rank computes. ValueError if the graph has no routed experts, or routes others' rows."""
+def model_part(graph: Graph, sends: bool = True) -> Graph:
+    """What a rank of the model computes. sends: it is the first of them, which exchanges messages with ranks of
+    experts; others take zeros for their sums, which the sum over the model's ranks adds to the first one's. ValueError
+    if the graph has no routed experts, or routes others' rows.
+    """
     ops: list[Op] = []
+    routers = {name for op in graph.ops if op.type == "router" for name in (*op.inputs, *op.outputs)}
     awaited = ""    # the buffer of sums that were not received yet
     layers = iter(list(_layers(graph)))
     layer = next(layers)
     sent = 0
     for number, op in enumerate(graph.ops):
         if awaited and (awaited in op.inputs or awaited in op.outputs):
-            ops.append(Op("returned_sums", (), (awaited,)))
+            ops.append(Op("returned_sums", (), (awaited,), attrs={} if sends else {"elsewhere": True}))
             awaited = ""
         if number in layer.numbers:
-            if number == layer.numbers[0]:
+            if number == layer.numbers[0] and sends:
                 ops.append(Op("dispatch_rows", (layer.source, layer.routed), attrs={"layer": sent}))
                 sent += 1
             if op.type == "combine_experts":
                 awaited = layer.sums
                 layer = next(layers, layer)
-        else:
+        elif sends or not routers.issuperset(op.outputs or ("",)):    # only the first one routes
             ops.append(op)
     return graph.with_ops(ops)
 

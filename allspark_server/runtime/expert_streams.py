@@ -54,9 +54,11 @@ def reason_against(model: RankModel, config: AsModelConfig, unit: str) -> str:
 
 
 def rank_bytes(model: RankModel, config: AsModelConfig, unit: str, role: Role, rows: int, ranks: int) -> int | None:
-    """What a rank of a mixed group takes of the GPU's memory: stream_bytes() on the model's rank, 0 on the others; None
-    if the GPU computes no experts. AllSparkError if hot_expert_memory asks for what is not possible.
+    """What a rank of a mixed group takes of the GPU's memory: stream_bytes() on the model's first rank, 0 on those of
+    experts; None if the GPU computes no experts. AllSparkError if hot_expert_memory asks for what is not possible.
     """
+    if not role.exchanges:
+        return None
     if reason := reason_against(model, config, unit):
         if config.hot_expert_memory:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,

@@ -233,10 +233,10 @@ def decode(ranks: Sequence[RankForecast], rates: Sequence[Roofline], rows: int) 
     experts = [_sum([each.work(rows) for each in rank.experts]) for rank in ranks]
     of_experts = max((*work.seconds(rows, own), rank.rank) for rank, work, own in zip(ranks, experts, rates))
     if mixed:
-        first, own = ranks[0], rates[0]
-        every, limit = first.every.seconds(rows, own)
-        wait = max(0.0, of_experts[0] - first.meanwhile.seconds(rows, own)[0])
-        slowest = (0, limit) if every > of_experts[0] else (of_experts[2], of_experts[1])
+        models = [(*one.every.seconds(rows, own), one.rank) for one, own in zip(ranks, rates) if one.role == "model"]
+        every, limit, number = max(models)
+        wait = max(0.0, of_experts[0] - ranks[0].meanwhile.seconds(rows, rates[0])[0])
+        slowest = (number, limit) if every > of_experts[0] else (of_experts[2], of_experts[1])
         seconds = every + wait
     else:
         wait = 0.0

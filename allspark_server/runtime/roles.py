@@ -1,6 +1,6 @@
-"""The ranks of a mixed group: the first computes the model, the others hold a slice of every routed expert.
+"""The ranks of a mixed group: the first ones compute the model, the others hold a slice of every routed expert.
 
-compute_unit="CUDA:0+CPU:0,1" names them: the device of the model's rank, then one NUMA node for each rank of experts.
+compute_unit="CUDA:0+CPU:0,1" names them: the devices of the model's ranks, then one NUMA node for each rank of experts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from allspark_server.models.roles import experts_part, message_sizes, model_part
 class Role:
     """What a rank computes of a model: all, if the group is not mixed.
 
-    rank, world: among the ranks that compute the same part, whose weights are divided among them. entries: ranks of
-    experts return entries, because the model's rank computes some of them (hot_expert_memory). either: they return
-    sums, or entries in steps that its GPU shares with them.
+    rank, world: among the ranks that compute the same part, whose weights are divided among them. model_ranks: how many
+    compute the model, the first of which exchanges messages with those of experts. entries: ranks of experts return
+    entries, because the model's rank computes some of them (hot_expert_memory). either: they return sums, or entries in
+    steps that its GPU shares with them.
     """
 
     rank: int
@@ -30,6 +31,12 @@ class Role:
     experts: bool = False
     entries: bool = False
     either: bool = False
+    model_ranks: int = 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the rank takes part in the exchange between the model and its routed experts."""
+        return self.experts or (self.mixed and self.rank == 0)
 
     def config_of(self, config: AsModelConfig) -> AsModelConfig:
         """The config of the rank's own part of a group: compute_unit names its device alone."""
@@ -44,7 +51,7 @@ class Role:
         if not self.mixed:
             return graph
         try:
-            return experts_part(graph, self.entries, self.either) if self.experts else model_part(graph)
+            return experts_part(graph, self.entries, self.either) if self.experts else model_part(graph, not self.rank)
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a mixed group: {error}") from error
 
@@ -59,23 +66,24 @@ def role_of(config: AsModelConfig, rank: int, world: int) -> Role:
     if not nodes:
         return Role(rank, world)
     unit = f"compute_unit={config.compute_unit!r}"
-    if len(config.device_ids) > 1:
-        raise not_available(f"{unit}, several ranks of the model in a mixed group,")
-    if world != 1 + len(nodes):
+    models = len(config.device_ids)
+    if world != models + len(nodes):
+        number = "one" if models == 1 else str(models)
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"{unit} needs {1 + len(nodes)} ranks, one of the model and {len(nodes)} of experts, but "
-                            f"this group has {world}: start a group for it with allspark serve "
-                            + ("--gpus " + str(config.device_ids[0]) + " " if config.on_gpus else "")
+                            f"{unit} needs {models + len(nodes)} ranks, {number} of the model and {len(nodes)} of "
+                            f"experts, but this group has {world}: start a group for it with allspark serve "
+                            + (f"--gpus {','.join(map(str, config.device_ids))} " if config.on_gpus else "")
                             + "--experts-on cpu")
     if config.speculation in ("draft", "mtp", "eagle"):
         raise not_available(f"speculation={config.speculation!r} in a mixed group")
     if config.lora_names:
         raise not_available("lora_names in a mixed group")
     entries = config.hot_expert_memory > 0
-    more = {"entries": entries, "either": not entries and config.on_gpus and config.expert_streaming_rows != 0}
-    if rank == 0:
-        return Role(0, 1, mixed=True, **more)
-    return Role(rank - 1, len(nodes), mixed=True, experts=True, **more)
+    more: dict[str, Any] = {"model_ranks": models, "entries": entries,
+                            "either": not entries and config.on_gpus and config.expert_streaming_rows != 0}
+    if rank < models:
+        return Role(rank, models, mixed=True, **more)
+    return Role(rank - models, len(nodes), mixed=True, experts=True, **more)
 
 
 def exchange_sizes(graph: Graph, rows: int, entries: bool = False, entry_rows: int = 0) -> dict[str, Any]:

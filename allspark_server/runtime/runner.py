@@ -104,9 +104,9 @@ class ModelRunner:
         """
         check_available(self.config.validate())
         config, role = self.config, self.role
-        # The model's rank of a mixed group is alone: it sums and samples with no other.
+        # The model's ranks of a mixed group sum and sample with no rank of experts.
         device = self._device = device_of(config, role.rank, role.world, self._pinned(), self._host_threads,
-                                          None if role.mixed else self.shared_memory)
+                                          self._peers)
         # A draft model shares its target's span tables, and may be behind it.
         whole = config.speculation in ("draft", "mtp", "eagle")
         model = self._model = RankModel(config, config.model_path, config.weights_path, role.rank, role.world, device,
@@ -147,10 +147,12 @@ class ModelRunner:
                            for draft in self._drafts)
         messages = images = host_cache = 0
         if role.mixed:
-            self._streaming = expert_streams.rank_bytes(model, config, self._unit, role, sizes.rows, self.world - 1)
+            experts = self.world - role.model_ranks
+            self._streaming = expert_streams.rank_bytes(model, config, self._unit, role, sizes.rows, experts)
             self._exchange_sizes = exchange_sizes(
                 model.whole, sizes.rows, role.entries, expert_streams.entry_rows(role, self._streaming))
-            messages = native_library().ExpertExchange.bytes_needed(**self._exchange_sizes, holds_experts=role.experts)
+            messages = native_library().ExpertExchange.bytes_needed(
+                **self._exchange_sizes, holds_experts=role.experts) if role.exchanges else 0
         if self.tower is not None and not self.rank:
             images = config.image_cache_memory
         if not config.host_cache_dir and not role.experts:
@@ -171,7 +173,7 @@ class ModelRunner:
         with planning():
             spans = self.spans(device.available(self.sharers), announced)
             self._reservation = device.reserve(config.model_name, announced.fixed + spans * announced.span_bytes)
-        self._executor = device.executor(role.rank, role.world, self.shared_memory)
+        self._executor = device.executor(role.rank, role.world, self._peers or self.shared_memory)
         if role.experts and self._streaming is not None:
             self._executor.share_matrices(announced.experts + _SHARED_SLACK)
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
@@ -183,11 +185,11 @@ class ModelRunner:
             self.digest += f" {self.tower.digest}"
         with memory_errors(f"allocating the exchange buffers of model {config.model_name!r}"):
             self.address = device.share(self._executor, self._sizes.rows, self._sizes.outputs)
-            if role.mixed:
+            if role.exchanges:
                 by_gpu = self._unit.startswith("CUDA:")
                 self._exchange = native_library().ExpertExchange(self.shared_memory, **self._exchange_sizes,
-                                                                 by_gpu=by_gpu)
-                self.address = self._exchange.address.hex()
+                                                                 by_gpu=by_gpu, model_ranks=role.model_ranks)
+                self.address = f"{self._exchange.address.hex()} {self.address}".rstrip()
                 if role.experts and self._streaming is not None:
                     self.address += " " + self._executor.describe_experts().hex()
                     if small := self._executor.small_bytes:
@@ -221,8 +223,11 @@ class ModelRunner:
         all ranks that have opened it have left it.
         """
         self._loaded()
+        models = self.role.model_ranks
+        if self.role.mixed and not self.role.experts and models > 1:    # the first one's follows that of its messages
+            self._device.connect(self._executor, [address.split(" ")[-1] for address in addresses[:models]])
         if self._exchange is not None:
-            exchanges = [address.split(" ") for address in addresses]
+            exchanges = [address.split(" ") for address in (addresses[0], *addresses[models:])]
             self._exchange.connect([bytes.fromhex(parts[0]) for parts in exchanges])
             if self.role.experts and any(form.exact for form in self._shard.formats.values()):
                 self._executor.use_exact_activations()
@@ -230,6 +235,7 @@ class ModelRunner:
             if self._streaming and all(len(parts) > 1 for parts in exchanges[1:]):
                 expert_streams.stream(self._executor, [parts[1] for parts in exchanges[1:]], self._sizes.rows,
                                       self._exchange_sizes["top"], self._streaming, self.config)
+        if self.role.mixed:
             return
         executors = [self._executor, *(executor for draft, executor in zip(self._drafts, self._draft_executors)
                                        if draft.world > 1)]
@@ -265,7 +271,7 @@ class ModelRunner:
             with memory_errors(f"allocating the memory of the vision tower of model {config.model_name!r}"):
                 self.tower.allocate()
         seen = [self.tower.hash_facts] if self.tower is not None else []
-        placement = f"experts on {self.world - 1} ranks" if self.role.mixed else ""
+        placement = f"experts on {self.world - self.role.model_ranks} ranks" if self.role.mixed else ""
         hash_of_model = model_hash(model.opened, model.opened_formats, digests or [self.digest], seen, placement)
         if host_spans:
             with memory_errors(f"allocating the host cache of model {config.model_name!r}"):
@@ -516,6 +522,13 @@ class ModelRunner:
     def opened(self) -> tuple[RankModel, Device]:
         """The rank's part of the model, and its device, after open()."""
         return self._shard, self._device
+
+    @property
+    def _peers(self) -> Any:
+        """The shared memory of the ranks that this one sums and samples with; None if it is alone."""
+        if not self.role.mixed or self.shared_memory is None:
+            return self.shared_memory
+        return None if self.role.experts or self.role.world == 1 else self.shared_memory.first(self.role.world)
 
     @property
     def sharers(self) -> int:

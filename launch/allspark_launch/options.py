@@ -96,8 +96,8 @@ class GroupOptions(RankOptions):
                                      metavar="LIST", parse=parse_list)
     gpus: list[int] | None = option(None, "compute on these GPUs, such as 0,1: one rank per GPU, on the CPUs of its "
                                     "NUMA node", section="placement", metavar="LIST", parse=parse_sequence)
-    experts_on: str = option("", "cpu: a mixed group, whose rank 0 computes the model (on the GPU of --gpus, or on "
-                             "CPUs), and one rank per NUMA node its routed experts (see the guide of mixed groups)",
+    experts_on: str = option("", "cpu: a mixed group: the GPUs of --gpus (a rank each), or rank 0 on CPUs, compute the "
+                             "model, and one rank per NUMA node its routed experts (see the guide of mixed groups)",
                              section="placement", metavar="cpu", choices=("cpu",))
     cpus_per_rank: int = option(0, "compute threads of each rank (default: every physical core of its share)",
                                 section="placement", aliases=("--threads",), metavar="N")

@@ -76,7 +76,7 @@ void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemory, Communicator, std::shared_ptr<SharedMemory>>(
       m, "SharedMemory", "Shared memory between the ranks of a host (native/comm/shared_memory.h).")
       .def_static(
-          "bytes_needed", [](int) { return sizeof(Segment); }, py::arg("size") = 1,
+          "bytes_needed", [](int) { return kSegments * sizeof(Segment); }, py::arg("size") = 1,
           "Bytes that each rank allocates and zeroes.")
       .def(py::init([](int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
                        double heartbeat_seconds, std::shared_ptr<Hosts> hosts, const std::vector<int>& sockets) {
@@ -91,6 +91,8 @@ void bind_shared_memory(py::module_& m) {
                              "Seconds that thread 0 has spent in the exchanges of steps.")
       .def_property_readonly("wait_seconds", &SharedMemory::wait_seconds,
                              "The part of them spent waiting for other ranks.")
+      .def("first", &SharedMemory::first, py::arg("count"), py::keep_alive<0, 1>(),
+           "The first ranks alone, for the collectives of what they compute. Each call returns the same object.")
       .def("close", &SharedMemory::close, py::call_guard<py::gil_scoped_release>(),
            "Stops the heartbeats. Must be called before the memory is freed.")
       .def(
@@ -185,14 +187,15 @@ void bind_shared_memory(py::module_& m) {
   py::class_<ExpertExchange, std::shared_ptr<ExpertExchange>>(
       m, "ExpertExchange", "What the ranks of a mixed group exchange (native/comm/expert_exchange.h).")
       .def(py::init([](std::shared_ptr<SharedMemory> ranks, int rows, int width, int top, int sum_width, int entry_rows,
-                       bool by_gpu) {
-             return std::make_shared<ExpertExchange>(std::move(ranks),
-                                                     ExpertShape{rows, width, top, sum_width, entry_rows}, by_gpu);
+                       bool by_gpu, int model_ranks) {
+             return std::make_shared<ExpertExchange>(
+                 std::move(ranks), ExpertShape{rows, width, top, sum_width, entry_rows}, by_gpu, model_ranks);
            }),
            py::arg("shared_memory"), py::arg("rows"), py::arg("width"), py::arg("top"), py::arg("sum_width"),
-           py::arg("entry_rows") = 0, py::arg("by_gpu") = false,
-           "shared_memory: of all ranks, the first of which computes the model. rows, width, top, sum_width: of the\n"
-           "largest message. by_gpu: the model's rank sends from a GPU.")
+           py::arg("entry_rows") = 0, py::arg("by_gpu") = false, py::arg("model_ranks") = 1,
+           "shared_memory: of all ranks, the first of which computes the model and sends messages; model_ranks - 1\n"
+           "others compute it, too, before those of experts. rows, width, top, sum_width: of the largest message.\n"
+           "by_gpu: the model's rank sends from a GPU.")
       .def_static(
           "bytes_needed",
           [](int rows, int width, int top, int sum_width, bool holds_experts, int entry_rows) {

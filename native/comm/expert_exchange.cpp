@@ -28,35 +28,42 @@ size_t ExpertExchange::bytes_needed(const ExpertShape& shape, bool holds_experts
   return kHeader + (values * sizeof(float) + kHeader - 1) / kHeader * kHeader;
 }
 
-ExpertExchange::ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu)
-    : ranks_(std::move(ranks)), shape_(shape), by_gpu_(by_gpu) {
-  if (!ranks_ || ranks_->size() < 2)
+ExpertExchange::ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu,
+                               int model_ranks)
+    : ranks_(std::move(ranks)),
+      others_(model_ranks - 1),
+      rank_(!ranks_ || !ranks_->rank() ? 0 : ranks_->rank() - others_),
+      size_(ranks_ ? ranks_->size() - others_ : 0),
+      shape_(shape),
+      by_gpu_(by_gpu) {
+  if (size_ < 2 || others_ < 0 || (ranks_->rank() && rank_ < 1))
     throw std::invalid_argument("a mixed group has a rank of the model and at least one of experts");
   if (shape.rows < 1 || shape.width < 1 || shape.top < 1 || shape.sum_width < 1 || shape.entry_rows < 0)
     throw std::invalid_argument("an exchange with ranks of experts: sizes must be positive");
-  blocks_.resize(ranks_->size());
-  blocks_[ranks_->rank()] = SharedBlock(bytes_needed(shape_, holds_experts()), kPurpose);
+  blocks_.resize(size_);
+  blocks_[rank_] = SharedBlock(bytes_needed(shape_, holds_experts()), kPurpose);
 }
 
 std::string ExpertExchange::address() const {
   Address own{};
   std::memcpy(own.magic, kMagic, sizeof kMagic);
-  own.rank = ranks_->rank(), own.size = ranks_->size(), own.shape = shape_;
-  own.block = blocks_[ranks_->rank()].name();
+  own.rank = rank_, own.size = size_, own.shape = shape_;
+  own.block = blocks_[rank_].name();
   return std::string(reinterpret_cast<const char*>(&own), sizeof own);
 }
 
 void ExpertExchange::connect(const std::vector<std::string>& addresses) {
-  if (connected_ || (int)addresses.size() != ranks_->size())
+  if (connected_ || (int)addresses.size() != size_)
     throw std::invalid_argument("ranks connect once, with an address of each");
-  for (int r = 0; r < ranks_->size(); r++) {
+  for (int r = 0; r < size_; r++) {
     Address other;
     if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is incomplete");
     std::memcpy(&other, addresses[r].data(), sizeof other);
-    if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.size != ranks_->size() ||
+    if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.size != size_ ||
         std::memcmp(&other.shape, &shape_, sizeof shape_))
-      throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
-    if (r != ranks_->rank()) blocks_[r] = SharedBlock(other.block, bytes_needed(shape_, r > 0), kPurpose);
+      throw std::invalid_argument("the address of rank " + std::to_string(number_of(r)) +
+                                  " is of another build, group or model");
+    if (r != rank_) blocks_[r] = SharedBlock(other.block, bytes_needed(shape_, r > 0), kPurpose);
   }
   connected_ = true;
 }
@@ -70,11 +77,11 @@ void ExpertExchange::send(int layer, int rows, int outputs) {
 }
 
 void ExpertExchange::await_sums() {
-  for (int r = 1; r < ranks_->size(); r++) {
+  for (int r = 1; r < size_; r++) {
     Signal& signal = returned(r).sent;
     uint32_t seen = 0;
     ranks_->wait_until(
-        r, "routed experts", kWoken,
+        number_of(r), "routed experts", kWoken,
         [&] { return reached(seen = signal.value.load(std::memory_order_acquire), sent_); },
         [&](int64_t ns) { signal.sleep(seen, ns); });
   }
@@ -98,7 +105,7 @@ bool ExpertExchange::await(bool or_end) {
 }
 
 void ExpertExchange::send_sums() {
-  Returned& own = returned(ranks_->rank());
+  Returned& own = returned(rank_);
   const auto add = [](std::atomic<int64_t>& to, int64_t value) {  // this thread alone writes
     to.store(to.load(std::memory_order_relaxed) + value, std::memory_order_relaxed);
   };

@@ -35,22 +35,24 @@ struct ExpertShape {
 
 class ExpertExchange {
  public:
-  // The model's rank comes first. by_gpu: its GPU sends and receives. Throws std::invalid_argument for a shape that is
-  // not positive, and std::runtime_error if memory is short.
-  ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu = false);
+  // The model's rank comes first. by_gpu: its GPU sends and receives. model_ranks: how many ranks compute the model, of
+  // which only the first takes part; those of experts follow them, and count from 1 here. Throws std::invalid_argument
+  // for a shape that is not positive, and std::runtime_error if memory is short.
+  ExpertExchange(std::shared_ptr<SharedMemory> ranks, const ExpertShape& shape, bool by_gpu = false,
+                 int model_ranks = 1);
   ExpertExchange(const ExpertExchange&) = delete;
   ExpertExchange& operator=(const ExpertExchange&) = delete;
 
   // Bytes of shared memory that a rank allocates.
   static size_t bytes_needed(const ExpertShape& shape, bool holds_experts);
 
-  bool holds_experts() const { return ranks_->rank() > 0; }
-  int expert_ranks() const { return ranks_->size() - 1; }
+  bool holds_experts() const { return rank_ > 0; }
+  int expert_ranks() const { return size_ - 1; }
   double timeout() const { return ranks_->timeout(); }  // seconds
   const ExpertShape& shape() const { return shape_; }
   // The address by which other ranks open this rank's memory.
   std::string address() const;
-  // Opens the memory of all ranks. addresses: every rank's, in rank order. Throws std::invalid_argument.
+  // Opens the memory of all ranks that take part. addresses: of each, in rank order. Throws std::invalid_argument.
   void connect(const std::vector<std::string>& addresses);
   // Throws std::invalid_argument if connect() was not called.
   void check_connected() const {
@@ -63,7 +65,7 @@ class ExpertExchange {
   float* shares() const { return reinterpret_cast<float*>(chosen() + (size_t)shape_.rows * shape_.top); }
   // The sums [rows, sum_width] of a rank of experts, the n-th.
   float* sums(int n) const { return reinterpret_cast<float*>(blocks_[1 + n].data() + kHeader); }
-  float* own_sums() const { return sums(ranks_->rank() - 1); }
+  float* own_sums() const { return sums(rank_ - 1); }
 
   // The model's rank, one thread: says that a message of a layer, of so many rows, stands in memory. outputs: rows with
   // outputs of the step, which are those of later layers.
@@ -144,7 +146,11 @@ class ExpertExchange {
   Returned& returned(int rank) const { return *reinterpret_cast<Returned*>(blocks_[rank].data()); }
   struct Address;
 
+  // The rank of the group.
+  int number_of(int rank) const { return rank ? rank + others_ : 0; }
+
   const std::shared_ptr<SharedMemory> ranks_;
+  const int others_, rank_, size_;  // ranks that take no part; this rank among those that do, and their number
   const ExpertShape shape_;
   const bool by_gpu_;
   std::vector<SharedBlock> blocks_;  // by rank

@@ -65,6 +65,7 @@ SharedMemory::SharedMemory(int rank, int size, const std::vector<uintptr_t>& add
 }
 
 void SharedMemory::close() {
+  if (first_) first_->close();
   if (link_) link_->close();
   {
     std::lock_guard<std::mutex> lock(closing_);
@@ -74,7 +75,28 @@ void SharedMemory::close() {
   if (heartbeat_thread_.joinable()) heartbeat_thread_.join();
 }
 
+std::shared_ptr<SharedMemory> SharedMemory::first(int count) {
+  std::lock_guard<std::mutex> lock(making_first_);
+  if (hosts_ || all_ || rank_ >= count || count > size_ || (first_ && first_->size() != count))
+    throw std::invalid_argument("shared memory: the first " + std::to_string(count) + " of " + std::to_string(size_) +
+                                " ranks" + (first_ ? "; it was " + std::to_string(first_->size()) + " before" : ""));
+  if (!first_) {
+    std::vector<uintptr_t> addresses;
+    for (int r = 0; r < count; r++) addresses.push_back(reinterpret_cast<uintptr_t>(segments_[r] + 1));
+    first_ = std::make_shared<SharedMemory>(rank_, count, addresses, spin_, timeout_, sum_);
+    first_->all_ = this;
+  }
+  return first_;
+}
+
+double SharedMemory::total(std::atomic<int64_t> SharedMemory::* counter) const {
+  std::lock_guard<std::mutex> lock(making_first_);
+  return (double)((this->*counter).load(std::memory_order_relaxed) +
+                  (first_ ? ((*first_).*counter).load(std::memory_order_relaxed) : 0));
+}
+
 bool SharedMemory::aborted(std::string& message) const {
+  if (all_ && all_->aborted(message)) return true;
   for (const Segment* s : segments_)
     if (s->aborted.load(std::memory_order_acquire) == 2) {
       message.assign(s->message, strnlen(s->message, sizeof s->message));
@@ -89,6 +111,7 @@ void SharedMemory::check_abort() const {
 }
 
 void SharedMemory::abort(const std::string& message) {
+  if (all_) all_->abort(message);
   Segment* own = segments_[rank_];
   uint32_t nobody = 0;
   if (!own->aborted.compare_exchange_strong(nobody, 1)) return;  // another thread of this rank was first

@@ -40,6 +40,7 @@ constexpr int kAllLanes = kLanes + 2;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kLaneBytes = 256 << 10;   // of one buffer of a lane
 constexpr size_t kCommandBytes = 1 << 20;  // of one chunk of a command
+constexpr int kSegments = 2;               // of each rank: of the group, and of its first ranks
 
 struct alignas(64) Lane {
   Signal signal;
@@ -70,6 +71,11 @@ class SharedMemory : public Communicator, private LinkEnd {
   // Stops the heartbeats. Must be called before the memory is freed.
   void close();
 
+  // The first `count` ranks alone, for the collectives of what they compute: the model's ranks of a mixed group. Called
+  // by these ranks; each call returns the same object, which ends with the group and which this one must outlive.
+  // Throws std::invalid_argument for another count than before, or with several hosts.
+  std::shared_ptr<SharedMemory> first(int count);
+
   bool spin() const override { return spin_; }
   double timeout() const override { return timeout_; }
 
@@ -91,8 +97,8 @@ class SharedMemory : public Communicator, private LinkEnd {
 
   // Seconds that thread 0 has spent in a step's exchanges, and the part of them spent waiting. Any thread may call
   // these.
-  double exchange_seconds() const { return 1e-9 * exchanged_.load(std::memory_order_relaxed); }
-  double wait_seconds() const { return 1e-9 * waited_.load(std::memory_order_relaxed); }
+  double exchange_seconds() const { return 1e-9 * total(&SharedMemory::exchanged_); }
+  double wait_seconds() const { return 1e-9 * total(&SharedMemory::waited_); }
 
  private:
   // Adds its lifetime to a counter, which one thread writes at a time.
@@ -161,6 +167,8 @@ class SharedMemory : public Communicator, private LinkEnd {
   void heard(int host, const std::vector<uint64_t>& heartbeats) override;
   bool relay(int kind, const char* data, size_t bytes, bool more) override;
 
+  // With what the first ranks have counted by themselves.
+  double total(std::atomic<int64_t> SharedMemory::* counter) const;
   void check_abort() const;
   // Aborts and throws if rank `peer` is silent.
   void check_silence(int peer, const char* what);
@@ -180,6 +188,9 @@ class SharedMemory : public Communicator, private LinkEnd {
   uint32_t relayed_ = 0;  // chunks of commands that the link has passed on
 
   std::vector<Silence> silence_;  // of each rank
+  SharedMemory* all_ = nullptr;   // of first(): all ranks
+  mutable std::mutex making_first_;
+  std::shared_ptr<SharedMemory> first_;
   std::mutex closing_;
   std::condition_variable closed_;
   bool is_closed_ = false;

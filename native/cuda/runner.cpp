@@ -316,9 +316,11 @@ std::pair<int, int> CudaRunner::warm_up(int count) {
   ExpertStream* const stream = workspace_.experts ? workspace_.experts->stream() : nullptr;
   if (stream) stream->set_idle(true);
   for (; count > 0 && warmed_ < all; count--, warmed_++) {
-    const bool graph = limits_.graphs && !warm_sizes_[warmed_].prefill_tiles && !streams(warm_sizes_[warmed_]);
-    // All ranks run as many steps, because their kernels wait for each other. The first step of a size loads kernels.
-    for (int i = 0; i < (graph ? 2 : 1); i++) {
+    const bool decodes = limits_.graphs && !warm_sizes_[warmed_].prefill_tiles,
+               graph = decodes && !streams(warm_sizes_[warmed_]);
+    // All ranks run as many steps, because their kernels wait for each other, also where only one copies experts. The
+    // first step of a size loads kernels.
+    for (int i = 0; i < (decodes ? 2 : 1); i++) {
       const Size size = workspace_.data->copy_idle(warm_sizes_[warmed_], device_);
       if (graph && (graphs_.has(size) || graphs_.has_room()))
         graphs_.run(size, [&] { launch(size, true, false, true); });

@@ -10,6 +10,7 @@ import pytest
 
 from allspark_client import ClientEngine
 from allspark_launch.group.background import background_group
+from allspark_server.runtime.native import cuda_library
 
 pytest.importorskip("support.checkpoints")    # needs torch and transformers
 from support.invariance import OTHERS, PROBES, installed, run_alone, run_together
@@ -84,3 +85,17 @@ def test_a_lost_rank_while_experts_move(group, first, victim):
         assert request(name, lambda: lost.send_signal(signal.SIGKILL)) == expected and len(expected) == 200
         assert {process.pid for process in ranks_of(group.supervisor)}.isdisjoint(before)
         assert run_alone(group.engine, name) == first
+
+
+def test_two_gpus(monkeypatch):
+    """One after the other on one GPU, if there is no second one. The bits are the same in all ways, as with one."""
+    gpus = "0,1" if cuda_library().device_count() > 1 else "0,0"
+    monkeypatch.setenv("ALLSPARK_TEST_SHARED_GPUS", "1")
+    form = {**FORM, "compute_unit": f"CUDA:{gpus}+CPU:0,0", "cache_memory": 64 << 20}
+    with background_group(["--gpus", gpus, "--experts-on", "cpu", "--ranks", "4"], timeout=120) as started, \
+            ClientEngine(started.addresses[0]) as client:
+        with installed(client, "glm4-moe", **form, expert_streaming_rows=0) as name:
+            expected = run_alone(client, name)
+        moving = {**MOVING, **form, "engine_max_prefill_length": 64, "max_step_tokens": 96}
+        with installed(client, "glm4-moe", **moving) as name:
+            assert run_together(client, name, OTHERS) == expected

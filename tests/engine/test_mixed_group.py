@@ -93,6 +93,21 @@ def test_speculation_by_lookup(group, first):
         assert run_together(group.engine, name) == first
 
 
+def test_two_ranks_of_the_model(group):
+    """In the group of three ranks: sums and samples are those of two ranks, experts those of one."""
+    if group.experts < 2:
+        pytest.skip("the group has two ranks")
+    unit = {"compute_unit": "CPU:0,0+CPU:0"}
+    with installed(group.engine, MODEL, **unit) as name:
+        expected = run_alone(group.engine, name)
+        assert run_together(group.engine, name, OTHERS) == expected
+        sides = group.engine.get_op_profiling_info(name).splitlines()[-1]
+        assert "rank 0 computes" in sides and "rank 2 computes" in sides and "rank 1 computes" not in sides
+    fields = {"engine_max_prefill_length": 40, "max_step_tokens": 61, "speculation": "prompt_lookup"}
+    with installed(group.engine, MODEL, **unit, **fields) as name:
+        assert run_together(group.engine, name, OTHERS) == expected
+
+
 def test_another_number_of_ranks_is_refused(group):
     config = AsModelConfig(model_name="more", model_path=str(checkpoints.checkpoint(MODEL)),
                            compute_unit="CPU:0+CPU:0,0,0,0")

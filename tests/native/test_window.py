@@ -152,6 +152,33 @@ def test_collectives_of_all_kinds_follow_one_another():
             assert everyone == ([b"\0", b"\1", b"\2"] if rank == 0 else None)
 
 
+def test_the_first_ranks_sum_by_themselves():
+    """Beside the collectives of all, of which the others take no part in theirs; an abort of either ends both."""
+    ranks = Ranks(4)
+
+    def run(shared_memory):
+        x = np.full(5000, shared_memory.rank + 1, np.float32)
+        if shared_memory.rank < 3:
+            first = shared_memory.first(3)
+            assert first.size == 3 and shared_memory.first(3) is first
+            first.all_reduce(x, 2)
+            assert first.broadcast(b"of rank 0" if not first.rank else b"") == b"of rank 0"
+            with pytest.raises(ValueError, match="the first 2 of 4 ranks; it was 3 before"):
+                shared_memory.first(2)
+        else:
+            with pytest.raises(ValueError, match="the first 3 of 4 ranks"):
+                shared_memory.first(3)
+        shared_memory.gather(b"a")
+        return x[0]
+
+    assert ranks.run(run) == [6, 6, 6, 4]
+    ranks.windows[1].first(3).abort("a rank of the model is lost")
+    with pytest.raises(RuntimeError, match="a rank of the model is lost"):
+        ranks.windows[3].gather(b"a")
+    with pytest.raises(RuntimeError, match="a rank of the model is lost"):
+        ranks.windows[0].first(3).all_reduce(np.zeros(3, np.float32))
+
+
 @pytest.mark.parametrize("call", [lambda w: w.all_reduce(np.zeros(10, np.float32)), lambda w: w.broadcast(),
                                   lambda w: w.all_reduce(np.zeros(500_000, np.float32), 2)])
 def test_collectives_name_a_missing_rank(call):

@@ -135,6 +135,19 @@ def test_rows_without_outputs_are_left_out_of_the_last_layer(name, monkeypatch):
         np.testing.assert_array_equal(np.stack(rows), np.stack(logits))
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "glm4-moe", "gpt-oss", "deepseek-v2", "gemma4-moe", "qwen3-5-moe"])
+def test_several_ranks_of_the_model(name):
+    """Near one rank's values, and the same bits in chunks: sums over the model's ranks are those of two ranks."""
+    (tokens, near), info = generated(name, 1)
+    for models, experts in ((2, 1), (2, 2)):
+        unit = {"compute_unit": f"CPU:{','.join(['0'] * models)}+CPU:{','.join(['0'] * experts)}"}
+        (own, whole), other = generated(name, models + experts, **unit)
+        np.testing.assert_allclose(whole[0], near[0], atol=3e-4, rtol=2e-3)
+        assert own == tokens and other.model_hash != info.model_hash
+        (_, cut), _ = generated(name, models + experts, 17, **unit)
+        np.testing.assert_array_equal(np.stack(whole), np.stack(cut))
+
+
 def test_bits_do_not_depend_on_the_batch():
     prompts = [prompt_of(5), prompt_of(40, seed=3)]
     fields = {"engine_max_length": 256, "cache_memory": 4 << 20, "max_step_tokens": 64, **mixed(2)}
@@ -201,9 +214,9 @@ def test_what_is_refused():
             role_of(config, 0, 3)
 
     refused("needs 4 ranks, one of the model and 3 of experts, but this group has 3", compute_unit="CPU:0+CPU:0,1,2")
-    refused("several ranks of the model in a mixed group", compute_unit="CPU:0,1+CPU:0")
+    refused("needs 4 ranks, 2 of the model and 2 of experts, but this group has 3", compute_unit="CPU:0,1+CPU:0,1")
     refused("allspark serve --gpus 2 --experts-on cpu", compute_unit="CUDA:2+CPU:0")
-    refused("several ranks of the model in a mixed group", compute_unit="CUDA:0,1+CPU:0")
+    refused("allspark serve --gpus 0,1 --experts-on cpu", compute_unit="CUDA:0,1+CPU:0,1")
     refused("speculation='mtp' in a mixed group", compute_unit="CPU:0+CPU:0,1", speculation="mtp")
     refused("lora_names in a mixed group", compute_unit="CPU:0+CPU:0,1", lora_names=["a"])
     for unit in ("CPU:0+CUDA:0", "CPU:0+", "CPU:0+CPU:0+CPU:0"):
@@ -222,6 +235,9 @@ def test_roles():
     assert config.device_ids == [0] and config.expert_nodes == [1, 2]
     assert role_of(config, 0, 3) == Role(0, 1, mixed=True)
     assert role_of(config, 2, 3) == Role(1, 2, mixed=True, experts=True)
+    two = AsModelConfig(model_name="m", model_path="/m", compute_unit="CPU:0,1+CPU:1")
+    assert role_of(two, 1, 3) == Role(1, 2, mixed=True, model_ranks=2) and not role_of(two, 1, 3).exchanges
+    assert role_of(two, 2, 3) == Role(0, 1, mixed=True, experts=True, model_ranks=2) and role_of(two, 0, 3).exchanges
     assert role_of(config, 2, 3).config_of(config).compute_unit == "CPU:0"
     assert role_of(AsModelConfig(model_name="m", model_path="/m"), 1, 2) == Role(1, 2)
 

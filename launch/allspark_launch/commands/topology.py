@@ -28,8 +28,8 @@ def topology(options: argparse.Namespace) -> int:
     """Runs the command."""
     machine = read_topology()
     if options.experts_on:
-        placement = place_mixed(machine, options.ranks, options.numa_nodes, options.gpus[0] if options.gpus else None,
-                                options.cpus_per_rank, options.use_siblings, options.memory_nodes)
+        placement = place_mixed(machine, options.ranks, options.numa_nodes, options.gpus, options.cpus_per_rank,
+                                options.use_siblings, options.memory_nodes)
     elif options.gpus and options.numa_nodes is None:
         placement = place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings)
     else:

@@ -139,8 +139,6 @@ def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None
     ranks = options.ranks
     if options.experts_on and options.hosts:
         raise ValueError("experts_on: a mixed group on several hosts is not available yet")
-    if options.experts_on and options.gpus and len(options.gpus) > 1:
-        raise ValueError(f"experts_on and gpus={options.gpus}: a mixed group has one GPU")
     if options.gpus and not options.experts_on:
         if ranks not in (0, len(options.gpus)):
             raise ValueError(f"ranks={ranks} and gpus={options.gpus}: there is one rank for each GPU")
@@ -158,13 +156,13 @@ def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None
     def place_on(machine: Topology) -> Placement:
         if agents is not None:
             return _place_on_hosts(replace(options, numa_nodes=numa_nodes), machine, ranks, bind_memory, agents, others)
+        from allspark_server.runtime.device import SHARED_GPUS
+        shares = os.environ.get(SHARED_GPUS) == "1"
         if options.experts_on:
-            return place_mixed(machine, ranks, numa_nodes, options.gpus[0] if options.gpus else None,
-                               options.cpus_per_rank, options.use_siblings, options.memory_nodes)
+            return place_mixed(machine, ranks, numa_nodes, options.gpus, options.cpus_per_rank, options.use_siblings,
+                               options.memory_nodes, shares)
         if options.gpus and numa_nodes is None:
-            from allspark_server.runtime.device import SHARED_GPUS
-            return place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings,
-                                 os.environ.get(SHARED_GPUS) == "1")
+            return place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings, shares)
         return place(machine, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings, options.memory_nodes)
 
     placement = _place_beside_others(options, topology, reserved, place_on)
@@ -199,7 +197,7 @@ def compute_unit(gpus: list[int] | None, experts_on: str, placement: Placement) 
     first = f"CUDA:{','.join(map(str, gpus))}" if gpus else f"CPU:{placement.ranks[0].node}"
     if not experts_on:
         return first
-    return f"{first}+CPU:{','.join(str(rank.node) for rank in placement.ranks[1:])}"
+    return f"{first}+CPU:{','.join(str(rank.node) for rank in placement.ranks[len(gpus or [0]):])}"
 
 
 def _on_unit(model: dict | str, unit: str) -> dict:

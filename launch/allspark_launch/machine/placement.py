@@ -128,41 +128,52 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
     return result
 
 
-def place_mixed(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, gpu: int | None = None,
-                cpus_per_rank: int = 0, use_siblings: bool = False,
-                memory_nodes: list[int] | None = None) -> Placement:
-    """Places a mixed group: rank 0, which computes the model, and ranks of routed experts on `nodes`.
+def place_mixed(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, gpus: list[int] | None = None,
+                cpus_per_rank: int = 0, use_siblings: bool = False, memory_nodes: list[int] | None = None,
+                share: bool = False) -> Placement:
+    """Places a mixed group: the ranks that compute the model, and those of routed experts on `nodes`.
 
-    ranks: all of them; 0 is rank 0 and one per node. gpu: rank 0 computes on it, with few cores of its node; None: it
-    computes on an equal part of the first node's cores. It leaves the other cores of its node to the ranks of experts
-    there. Raises ValueError as place() and place_on_gpus() do.
+    ranks: all of them; 0 is one of experts per node besides those of the model. gpus: one rank of the model computes on
+    each, with few cores of its node; none: rank 0 computes on an equal part of the first node's cores. They leave the
+    other cores of their nodes to the ranks of experts there. share: see place_on_gpus(). Raises ValueError as place()
+    and place_on_gpus() do.
     """
-    if ranks == 1:
-        raise ValueError("ranks is 1; a mixed group has a rank of the model, and at least one of experts")
+    models = len(gpus or [0])
+    if 0 < ranks <= models:
+        raise ValueError(f"ranks is {ranks}; a mixed group has {'a rank' if models == 1 else f'{models} ranks'} of the "
+                         "model, and at least one of experts")
     chosen = [topology.node(n) for n in (topology.default_nodes if nodes is None else nodes)]
-    experts = ranks - 1 if ranks else len(chosen)
-    if gpu is None:
+    experts = ranks - models if ranks else len(chosen)
+    if not gpus:
         if not chosen or not chosen[0].cores:
             return place(topology, experts, nodes)      # says why not
-        home = chosen[0]
+        homes = [chosen[0]]
         counts = _ranks_per_node(chosen[:experts], experts)
-        part = len(home.cores) // (1 + counts[0])
+        parts = [len(homes[0].cores) // (1 + counts[0])]
     else:
-        home = topology.node(place_on_gpus(topology, [gpu]).ranks[0].node)
-        part = GPU_RANK_CORES if len(home.cores) >= 4 * GPU_RANK_CORES else 1
-    own, rest = home.cores[:part], home.cores[part:]
-    if not part or (not rest and home in chosen):       # ranks share cores
-        own = rest = home.cores[:max(part, 1)]
-    others = replace(topology, nodes=[replace(n, cores=rest) if n.id == home.id and home in chosen else n
+        homes = [topology.node(rank.node) for rank in place_on_gpus(topology, gpus, share=share).ranks]
+        parts = [GPU_RANK_CORES if len(home.cores) >= 4 * GPU_RANK_CORES * homes.count(home) else 1 for home in homes]
+    left = {node.id: node.cores for node in topology.nodes}
+    own, shared = [], []    # cores of each rank of the model; nodes whose ranks share cores
+    for home, part in zip(homes, parts):
+        cores, rest = left[home.id][:part], left[home.id][part:]
+        if not part or (not rest and home in chosen):
+            cores = home.cores[:max(part, 1)]
+            rest = cores
+            shared.append(home)
+        own.append(cores)
+        left[home.id] = rest
+    others = replace(topology, nodes=[replace(n, cores=left[n.id]) if n in homes and n in chosen else n
                                       for n in topology.nodes])
-    result = place(others, experts, nodes, cpus_per_rank, use_siblings, memory_nodes, first=1)
-    if own is rest:
+    result = place(others, experts, nodes, cpus_per_rank, use_siblings, memory_nodes, first=models)
+    for home in shared[:1]:
         result.oversubscribed = True
         result.warnings.append(f"the ranks on NUMA node {home.id} share its {len(home.cores)} usable core(s); waiting "
                                "threads will sleep at once instead of spinning")
-    first = _place_rank(topology, result, replace(home, cores=own), 0, 0, 1, 0 if gpu is not None else cpus_per_rank,
-                        use_siblings)
-    result.ranks.insert(0, replace(first, gpu=gpu))
+    for rank, (home, cores) in enumerate(zip(homes, own)):
+        one = _place_rank(topology, result, replace(home, cores=cores), rank, 0, 1, 0 if gpus else cpus_per_rank,
+                          use_siblings)
+        result.ranks.insert(rank, replace(one, gpu=gpus[rank] if gpus else None))
     _obey_limits(result, topology, cpus_per_rank)
     return result
 

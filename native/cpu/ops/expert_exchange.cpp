@@ -93,6 +93,28 @@ class ReturnedSums : public ExchangeOp {
   std::vector<const float*> sums_;
 };
 
+// Of a rank that leaves that to another one.
+class NoSums : public RowOp {
+ public:
+  explicit NoSums(const Binding& b) : out_(b.parts[0].out()), threads_(b.core.pool.size()) {}
+
+ protected:
+  int rows(const Batch& batch) const override { return out_.rows(batch); }
+  void run_rows(const Batch&, const RowRange& rows, int thread) override {
+    const RowRange own = rows.of(thread, threads_);
+    std::fill(out_.row(own.begin), out_.row(own.end), 0.0f);
+  }
+
+ private:
+  const Tensor out_;
+  const int threads_;
+};
+
+std::unique_ptr<BoundOp> bind_returned_sums(const Binding& b) {
+  if (b.parts[0].op.flag("elsewhere")) return std::make_unique<NoSums>(b);
+  return std::make_unique<ReturnedSums>(b);
+}
+
 class DispatchedRows : public ExchangeOp {
  public:
   explicit DispatchedRows(const Binding& b)
@@ -191,7 +213,7 @@ class ReturnSums : public ExchangeOp {
 }  // namespace
 
 const RegisterCpuOp kDispatchRows({{Op::dispatch_rows}}, bind_op<DispatchRows>);
-const RegisterCpuOp kReturnedSums({{Op::returned_sums}}, bind_op<ReturnedSums>);
+const RegisterCpuOp kReturnedSums({{Op::returned_sums}}, bind_returned_sums);
 const RegisterCpuOp kDispatchedRows({{Op::dispatched_rows}}, bind_op<DispatchedRows>);
 const RegisterCpuOp kDispatchedChoices({{Op::dispatched_choices}}, bind_op<DispatchedChoices>);
 const RegisterCpuOp kReturnSums({{Op::return_sums}}, bind_op<ReturnSums>);

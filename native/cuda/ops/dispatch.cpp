@@ -59,8 +59,15 @@ int bind_dispatch_rows(Binding& b, size_t i) {
 }
 
 int bind_returned_sums(Binding& b, size_t i) {
-  if (!b.workspace.experts) refuse("op returned_sums without ranks of experts");
   const Tensor y = b.out(b.ops[i]);
+  if (b.ops[i].flag("elsewhere")) {
+    b.add_launch(y.row_set, [=, queue = b.queue](int rows) {
+      check(cudaMemsetAsync(y.values(), 0, (size_t)rows * y.rows.width * sizeof(float), queue.stream),
+            "clearing sums of experts");
+    });
+    return 0;
+  }
+  if (!b.workspace.experts) refuse("op returned_sums without ranks of experts");
   if (y.rows.width > b.workspace.experts->shape().sum_width)
     throw std::invalid_argument("op returned_sums: the exchange's rows are smaller");
   const ExpertStream* const stream = b.workspace.experts->stream();

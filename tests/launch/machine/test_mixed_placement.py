@@ -22,11 +22,20 @@ def places(placement):
 
 
 def test_a_gpu_takes_few_cores(two_nodes):
-    placement = place_mixed(two_nodes, gpu=0)
+    placement = place_mixed(two_nodes, gpus=[0])
     assert places(placement) == [(0, 0, 0, (0, 1)), (1, 0, None, tuple(range(2, 8))), (2, 1, None, tuple(range(8, 16)))]
     assert not placement.oversubscribed and not placement.ranks[1].whole_node and placement.ranks[2].whole_node
     # Its own node has no rank of experts.
-    assert places(place_mixed(two_nodes, nodes=[1], gpu=0)) == [(0, 0, 0, (0, 1)), (1, 1, None, tuple(range(8, 16)))]
+    assert places(place_mixed(two_nodes, nodes=[1], gpus=[0])) == [(0, 0, 0, (0, 1)), (1, 1, None, tuple(range(8, 16)))]
+
+
+def test_several_gpus(two_nodes):
+    assert places(place_mixed(two_nodes, gpus=[0, 1])) == [     # of which nobody knows where they are
+        (0, 0, 0, (0, 1)), (1, 1, 1, (8, 9)), (2, 0, None, tuple(range(2, 8))), (3, 1, None, tuple(range(10, 16)))]
+    assert places(place_mixed(two_nodes, ranks=3, nodes=[1], gpus=[0, 1])) == [
+        (0, 0, 0, (0, 1)), (1, 1, 1, (8, 9)), (2, 1, None, tuple(range(10, 16)))]
+    with pytest.raises(ValueError, match="ranks is 2; a mixed group has 2 ranks of the model, and at least one"):
+        place_mixed(two_nodes, ranks=2, gpus=[0, 1])
 
 
 def test_without_a_gpu_the_ranks_of_a_node_share_it(two_nodes):
@@ -54,7 +63,7 @@ def test_the_command_line(monkeypatch, two_nodes):
     line = plan_group(GroupOptions(models=["/m"], experts_on="cpu", gpus=[0], numa_nodes=[1])).line
     assert '"compute_unit": "CUDA:0+CPU:1"' in line and line.count("--ranks 2") == 2
     assert "ALLSPARK_GROUP_GPUS=0" in line or "GPUS=0" in line
-    with pytest.raises(ValueError, match=r"experts_on and gpus=\[0, 1\]: a mixed group has one GPU"):
-        plan_group(GroupOptions(models=["/m"], experts_on="cpu", gpus=[0, 1]))
+    line = plan_group(GroupOptions(models=["/m"], experts_on="cpu", gpus=[0, 1])).line
+    assert '"compute_unit": "CUDA:0,1+CPU:0,1"' in line and line.count("--ranks 4") == 4
     with pytest.raises(ValueError, match="a mixed group on several hosts is not available yet"):
         plan_group(GroupOptions(models=["/m"], experts_on="cpu", hosts="a,b"))
