@@ -129,6 +129,21 @@ def stream(executor: Any, addresses: Sequence[str], rows: int, top: int, size: i
         logger.info("the GPU has room for %d hot experts", found["hot_experts"])
 
 
+def expert_counts(role: Role, exchange: Any, executor: Any, on_gpu: bool) -> dict[str, float]:
+    """In a mixed group, of a rank of experts: how many messages with rows it has computed its routed experts for, and
+    how many rows they had. Of the model's first rank on a GPU: the seconds from its messages to their answers, how many
+    rows, over all layers, it has computed the experts of, how many of the experts that other rows have chosen were hot,
+    and how many these were. exchange, executor: native, or None.
+    """
+    if exchange is not None and role.experts:
+        return {"expert_messages": exchange.messages, "expert_rows": exchange.messages_rows}
+    if exchange is None or executor is None or not on_gpu:
+        return {}
+    hits, uses = executor.expert_uses
+    return {"expert_wait_seconds": executor.expert_times[1], "expert_streamed_rows": executor.streamed_rows,
+            "expert_hits": hits, "expert_uses": uses}
+
+
 def _sizes(model: RankModel, op: Op, rank: int, ranks: int) -> tuple[int, int, int]:
     """Of a rank's slice of an expert's matrix: its rows, its bytes, and the bytes of a row of activations."""
     weight = model.whole.weights[op.weights[0]]

@@ -500,19 +500,8 @@ class ModelRunner:
 
     @property
     def expert_counts(self) -> dict[str, float]:
-        """In a mixed group, of a rank of experts: how many messages with rows it has computed its routed experts for,
-        and how many rows they had. Of a GPU: the seconds from its messages to their answers, how many rows, over all
-        layers, it has computed the experts of, how many of the experts that other rows have chosen were hot, and how
-        many these were. Any thread may call it.
-        """
-        exchange, executor = self._exchange, self._executor
-        if exchange is not None and self.role.experts:
-            return {"expert_messages": exchange.messages, "expert_rows": exchange.messages_rows}
-        if exchange is None or executor is None or not self.config.on_gpus:
-            return {}
-        hits, uses = executor.expert_uses
-        return {"expert_wait_seconds": executor.expert_times[1], "expert_streamed_rows": executor.streamed_rows,
-                "expert_hits": hits, "expert_uses": uses}
+        """See expert_streams.expert_counts(). Any thread may call it."""
+        return expert_streams.expert_counts(self.role, self._exchange, self._executor, self.config.on_gpus)
 
     def tokens_of(self, spans: int) -> int:
         """The number of tokens that a cache of so many spans holds, after open()."""
