@@ -7,6 +7,7 @@ of experts return (returned_sums), as late as the first op that needs them: a sh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from allspark_server.models.cache_groups import CacheGroup
 from allspark_server.models.graph import Graph
@@ -15,27 +16,28 @@ from allspark_server.models.graph_elements import ALL_ROWS, OUTPUT_ROWS, Op
 
 def model_part(graph: Graph, sends: bool = True) -> Graph:
     """What a rank of the model computes. sends: it is the first of them, which exchanges messages with ranks of
-    experts; others take zeros for their sums, which the sum over the model's ranks adds to the first one's. ValueError
-    if the graph has no routed experts, or routes others' rows.
+    experts; others take zeros for their sums, which the sum over the model's ranks adds to the first one's. They have
+    the same ops, because ranks exchange rows as their readers store them. ValueError if the graph has no routed
+    experts, or routes others' rows.
     """
     ops: list[Op] = []
-    routers = {name for op in graph.ops if op.type == "router" for name in (*op.inputs, *op.outputs)}
+    elsewhere: dict[str, Any] = {} if sends else {"elsewhere": True}
     awaited = ""    # the buffer of sums that were not received yet
     layers = iter(list(_layers(graph)))
     layer = next(layers)
     sent = 0
     for number, op in enumerate(graph.ops):
         if awaited and (awaited in op.inputs or awaited in op.outputs):
-            ops.append(Op("returned_sums", (), (awaited,), attrs={} if sends else {"elsewhere": True}))
+            ops.append(Op("returned_sums", (), (awaited,), attrs=elsewhere))
             awaited = ""
         if number in layer.numbers:
-            if number == layer.numbers[0] and sends:
-                ops.append(Op("dispatch_rows", (layer.source, layer.routed), attrs={"layer": sent}))
+            if number == layer.numbers[0]:
+                ops.append(Op("dispatch_rows", (layer.source, layer.routed), attrs={"layer": sent, **elsewhere}))
                 sent += 1
             if op.type == "combine_experts":
                 awaited = layer.sums
                 layer = next(layers, layer)
-        elif sends or not routers.issuperset(op.outputs or ("",)):    # only the first one routes
+        else:
             ops.append(op)
     return graph.with_ops(ops)
 

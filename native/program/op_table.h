@@ -162,9 +162,9 @@ OP(combine_experts, kTwo, kOne, kNone, false, RowRule::combined, {}, check_combi
 // In a mixed group, the model's rank sends rows (first input), with the experts that the router of the second input's row
 // set has chosen for each, to ranks that hold slices of the experts; and outputs the sum of the partial sums that these
 // return, in rank order. layer: the number of these experts among all that are sent rows, on both sides. elsewhere:
-// another one of several ranks of the model does so; zeros, which a sum over these ranks adds to its sum.
-OP(dispatch_rows, kTwo, kNone, kNone, false, RowRule::none, {at_least_0(whole("layer"))}, check_dispatch_rows,
-   each_value<0>)
+// another one of several ranks of the model does so; nothing, and zeros, which a sum over these ranks adds to its sum.
+OP(dispatch_rows, kTwo, kNone, kNone, false, RowRule::none, {at_least_0(whole("layer")), flag("elsewhere")},
+   check_dispatch_rows, each_value<0>)
 OP(returned_sums, kNone, kOne, kNone, false, RowRule::plain, {flag("elsewhere")}, check_nothing, each_value<1>)
 // A rank of experts: the rows that it was sent; the row set, and the entries' weights, that it was sent with them, formed
 // of its input's rows; and what it returns: a sum for each row, or the entries of a row set, which the model's rank sums.

@@ -91,7 +91,8 @@ def test_two_gpus(monkeypatch):
     """One after the other on one GPU, if there is no second one. The bits are the same in all ways, as with one."""
     gpus = "0,1" if cuda_library().device_count() > 1 else "0,0"
     monkeypatch.setenv("ALLSPARK_TEST_SHARED_GPUS", "1")
-    form = {**FORM, "compute_unit": f"CUDA:{gpus}+CPU:0,0", "cache_memory": 64 << 20}
+    form = {"weight_dtype": "int8", "weight_group_size": 0, "compute_unit": f"CUDA:{gpus}+CPU:0,0",
+            "cache_memory": 64 << 20}
     with background_group(["--gpus", gpus, "--experts-on", "cpu", "--ranks", "4"], timeout=120) as started, \
             ClientEngine(started.addresses[0]) as client:
         with installed(client, "glm4-moe", **form, expert_streaming_rows=0) as name:

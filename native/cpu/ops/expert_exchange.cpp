@@ -110,6 +110,10 @@ class NoSums : public RowOp {
   const int threads_;
 };
 
+std::unique_ptr<BoundOp> bind_dispatch_rows(const Binding& b) {
+  return b.parts[0].op.flag("elsewhere") ? nullptr : std::make_unique<DispatchRows>(b);
+}
+
 std::unique_ptr<BoundOp> bind_returned_sums(const Binding& b) {
   if (b.parts[0].op.flag("elsewhere")) return std::make_unique<NoSums>(b);
   return std::make_unique<ReturnedSums>(b);
@@ -212,7 +216,7 @@ class ReturnSums : public ExchangeOp {
 
 }  // namespace
 
-const RegisterCpuOp kDispatchRows({{Op::dispatch_rows}}, bind_op<DispatchRows>);
+const RegisterCpuOp kDispatchRows({{Op::dispatch_rows}}, bind_dispatch_rows);
 const RegisterCpuOp kReturnedSums({{Op::returned_sums}}, bind_returned_sums);
 const RegisterCpuOp kDispatchedRows({{Op::dispatched_rows}}, bind_op<DispatchedRows>);
 const RegisterCpuOp kDispatchedChoices({{Op::dispatched_choices}}, bind_op<DispatchedChoices>);

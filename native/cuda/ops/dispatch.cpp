@@ -19,6 +19,7 @@ bool selects_outputs(const Binding& b) {
 // In steps with many rows the GPU computes the experts itself (expert_stream.h), or all but a part of them.
 int bind_dispatch_rows(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
+  if (op.flag("elsewhere")) return 0;
   if (!b.workspace.experts) refuse("op dispatch_rows without ranks of experts");
   const Tensor x = b.in(op);
   const Routing routing = b.workspace.dispatched.at(b.in(op, 1).row_set);
