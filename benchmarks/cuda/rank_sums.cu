@@ -1,12 +1,13 @@
-// All-reduce over two ranks after the GEMMs that make the partial sums, in layers of Qwen2.5-7B's shape, replayed as a
-// graph: microseconds that a sum (with its add and norm) adds. Variants of how partial sums reach the other rank: read
-// by the sum's kernel, pushed by it, or pushed by the GEMM. All must give the same bits on both ranks.
+// All-reduce over two ranks after the GEMMs that make the partial sums, in layers of Qwen2.5-7B's shape or, as `70b`,
+// of Llama-3.3-70B's, replayed as a graph: microseconds that a sum (with its add and norm) adds. Variants of how
+// partial sums reach the other rank: read by the sum's kernel, pushed by it, or pushed by the GEMM. All must give the
+// same bits on both ranks.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/rank_sums.cu
 //        native/cuda/kernel_choice.cpp
 //        native/cuda/kernels/{gemm/{gemm_{dtype16,split_k,stream_k,prefill,mma_prefill},gemv},quantize/pack,
 //        comm/sum_ranks}.cu
 //        -o rank_sums
-//   rank_sums [rows,rows...]
+//   rank_sums [rows,rows... [70b]]
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -22,7 +23,7 @@ using namespace as::cuda;
 
 __global__ void next_step(int* step) { ++*step; }
 
-constexpr int kRanks = 2, kLayers = 14, kCopies = 4, kMost = 2048, kHidden = 3584, kInner[2] = {1792, 9472};
+constexpr int kRanks = 2, kLayers = 14, kCopies = 4, kMost = 2048;
 enum Way { alone, pulled, by_sum, by_product, kWays };
 const char* const kNames[] = {"products", "read", "pushed by sums", "by products"};
 
@@ -42,11 +43,13 @@ int main(int argc, char** argv) {
   int devices = 0;
   check(cudaGetDeviceCount(&devices));
   if (devices < kRanks) return std::printf("needs %d GPUs\n", kRanks), 1;
+  const bool large = argc > 2 && !std::strcmp(argv[2], "70b");
+  const int hidden = large ? 8192 : 3584, inner[2] = {large ? 4096 : 1792, large ? 14336 : 9472};
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,32,64,128,256,512,1024,2048"), ","); at;
        at = std::strtok(nullptr, ","))
     all.push_back(std::atoi(at));
-  const size_t half = tiles_bytes(kMost, kHidden), places = tiles_bytes(kPushedRows, kHidden), header = 4096;
+  const size_t half = tiles_bytes(kMost, hidden), places = tiles_bytes(kPushedRows, hidden), header = 4096;
   Rank ranks[kRanks];
   const auto on_each = [&](auto work) {
     std::vector<std::thread> threads;
@@ -61,16 +64,16 @@ int main(int argc, char** argv) {
                        memory<float>(kScratchParts * 4), memory<int>(kScratchCounts * 4)};
     for (int i = 0; i < 2; i++) {
       for (int c = 0; c < kCopies; c++) {
-        const size_t bytes = tiles_bytes(kHidden, kInner[i]);
+        const size_t bytes = tiles_bytes(hidden, inner[i]);
         k.weights[i][c] = memory<uint16_t>(bytes);
         AS_DTYPE16::fill_noise(k.weights[i][c], bytes, kDType16, 0.05f, 100 * r + 10 * i + c, k.queue);
       }
-      const size_t bytes = tiles_bytes(kMost, kInner[i]);
+      const size_t bytes = tiles_bytes(kMost, inner[i]);
       k.x[i] = memory<uint16_t>(bytes);
       AS_DTYPE16::fill_noise(k.x[i], bytes, kDType16, 1, 1000 + 10 * r + i, k.queue);
     }
-    k.normed = memory<uint16_t>(half), k.y = memory<float>((size_t)kMost * kHidden * 4);
-    k.ones = memory<float>(kHidden * 4, 0x3f);
+    k.normed = memory<uint16_t>(half), k.y = memory<float>((size_t)kMost * hidden * 4);
+    k.ones = memory<float>(hidden * 4, 0x3f);
     k.shared = memory<char>(header + 2 * half + 2 * kRanks * places);
     check(cudaMemset(k.shared + header + 2 * half, 0xff, 2 * kRanks * places));
     k.step = memory<int>(4);
@@ -101,10 +104,10 @@ int main(int argc, char** argv) {
         for (int layer = 0; layer < kLayers; layer++)
           for (int i = 0; i < 2; i++, call++) {
             GemmArgs p;
-            p.w = {kHidden, kInner[i],           Kind::dtype16, kDType16, nullptr, k.weights[i][layer % kCopies],
-                   {},      max_split_k(kHidden)};
-            p.x = {nullptr, k.x[i], kInner[i]};
-            p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), kHidden};
+            p.w = {hidden, inner[i],           Kind::dtype16, kDType16, nullptr, k.weights[i][layer % kCopies],
+                   {},     max_split_k(hidden)};
+            p.x = {nullptr, k.x[i], inner[i]};
+            p.y = {nullptr, reinterpret_cast<uint16_t*>(k.shared + header + call % 2 * half), hidden};
             if (way == by_product) p.y.copy = reinterpret_cast<uint16_t*>(peers.place(1 - r, r, call));
             AS_DTYPE16::gemm_dtype16(p, rows, k.queue, plain(p, rows, k.queue));
             if (way == alone) continue;
@@ -112,16 +115,16 @@ int main(int argc, char** argv) {
             s.peers = peers, s.call = call, s.calls = 2 * kLayers, s.is_dtype16 = true, s.dtype = kDType16,
             s.adds = true;
             s.on_its_way = way == by_product;
-            s.y = {k.y, nullptr, kHidden}, s.norm = {k.ones, 1e-6f, false}, s.normed = {nullptr, k.normed, kHidden};
+            s.y = {k.y, nullptr, hidden}, s.norm = {k.ones, 1e-6f, false}, s.normed = {nullptr, k.normed, hidden};
             AS_DTYPE16::sum_ranks(s, rows, k.queue);
           }
         next_step<<<1, 1, 0, k.stream>>>(k.step);
       };
       on_each([&](int r, Rank& k) {
-        check(cudaMemsetAsync(k.y, 0, (size_t)rows * kHidden * 4, k.stream));
+        check(cudaMemsetAsync(k.y, 0, (size_t)rows * hidden * 4, k.stream));
         queue_all(r, k);
         check(cudaStreamSynchronize(k.stream));
-        found[way][r].resize((size_t)rows * kHidden);
+        found[way][r].resize((size_t)rows * hidden);
         check(cudaMemcpy(found[way][r].data(), k.y, found[way][r].size() * 4, cudaMemcpyDeviceToHost));
         cudaGraph_t graph;
         check(cudaStreamBeginCapture(k.stream, cudaStreamCaptureModeThreadLocal));
