@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import psutil
@@ -79,6 +80,22 @@ def test_ranks_are_added_in_order(ranks, width, dtype, way):
         np.testing.assert_allclose(normed, exact, rtol=2e-5, atol=1e-6)
         few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, dtype, adds, way)
         assert few.tobytes() == found[5:8].tobytes() and few_normed.tobytes() == normed[5:8].tobytes()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("width", [53, 200, 3584, 4104, 8192, 8300])
+def test_many_rows_of_a_cta_are_added_in_order(ranks, width):
+    """Each CTA adds several rows. Of two ranks, it asks for the next row before it has added one."""
+    gpu, rng = executor(), np.random.default_rng(SEED)
+    parts = rng.normal(size=(ranks, 700, width)).astype(np.float32)
+    y, norm = rng.normal(size=(700, width)).astype(np.float32), rng.normal(size=width).astype(np.float32)
+    total = np.zeros_like(y)
+    for part in as_type(parts, "bfloat16"):
+        total = total + part
+    found, normed = gpu.sum_ranks(parts, y, norm, "bfloat16", True, "read")
+    assert found.tobytes() == (y + total).tobytes()
+    few, few_normed = gpu.sum_ranks(parts[:, 650:], y[650:], norm, "bfloat16", True, "read")
+    assert few.tobytes() == found[650:].tobytes() and few_normed.tobytes() == normed[650:].tobytes()
 
 
 @pytest.mark.parametrize("way", ["read", "pushed", "host"])
@@ -328,7 +345,7 @@ def collect(asked) -> tuple[list, list]:
 
 
 def test_a_group_of_two_processes_and_a_killed_rank():
-    """The same bytes alone and together, with graphs and prefix cache; also after a rank was killed."""
+    """The same bytes alone and together, with graphs and prefix cache; also after any rank was killed, busy or idle."""
     needs(2)
     words = ["--gpus", unit(2)["compute_unit"].removeprefix("CUDA:")]
     with background_group(words, timeout=120) as group, \
@@ -342,10 +359,15 @@ def test_a_group_of_two_processes_and_a_killed_rank():
         asked = [ask(engine, i, config) for i, config in enumerate(CONFIGS)]
         assert [collect(each) for each in asked] == alone
         long = collect(ask(engine, 2, CONFIGS[1], 300))
-        victim = next(p for p in reversed(psutil.Process(group.supervisor_pid).children(recursive=True))
-                      if p.cmdline()[1:3] == ["-m", "allspark_server"])
-        assert collect(ask(engine, 2, CONFIGS[1], 300, 100, victim.kill)) == long
-        assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
+
+        def kill(rank: int) -> None:
+            processes = psutil.Process(group.supervisor_pid).children(recursive=True)
+            [p for p in processes if p.cmdline()[1:3] == ["-m", "allspark_server"]][rank].kill()
+        for rank in (-1, 0):    # the other one waits for it inside a kernel
+            assert collect(ask(engine, 2, CONFIGS[1], 300, 100, partial(kill, rank))) == long
+            assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
+            kill(rank)          # while the group is idle
+            assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
 
 
 def asked_of_processes(ranks: int, dtype: str) -> list:
