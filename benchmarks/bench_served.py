@@ -3,7 +3,7 @@
     bench_served.py [7b|llama-70b|gemma-4-31b] [--compute-unit CUDA:0,1] [--layers N] [--weight-dtype bfloat16]
                     [--prompt 512] [--tokens 256] [--clients 1,32,256] [--modes greedy,sampled,logprobs,schema]
                     [--rounds 2] [--workers 4] [--fields '{"cache_memory": …}'] [--folder /dev/shm]
-                    [--timeline kernel_trace.so]
+                    [--timeline kernel_trace.so] [--record-after 4,1]
 
 The checkpoint has the model's shape, or fewer layers of it, and a tokenizer made up for its vocabulary. A group and
 HTTP workers serve it. Clients stream in a closed loop from processes of their own: each sends its next request when the
@@ -12,8 +12,10 @@ process, as in `allspark bench serving`, cannot read as many tokens as two GPUs 
 
 sampled: temperature 0.7, top_p 0.9. logprobs: 5 of each token. schema: an array of integers.
 
---timeline records half a second of the GPUs' kernels in each load, at the place that --record-after says, and prints
-steps by kind (timeline.py; cuda/kernel_trace.cpp says how its library is built).
+--timeline records half a second of the GPUs' kernels in each load and prints steps by kind (timeline.py;
+cuda/kernel_trace.cpp says how its library is built). --record-after: seconds from the clients' first request to the
+recording, one for each number of clients; the last serves for the rest. A single client sends --rounds requests then,
+too.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import bench_gpt_oss
@@ -91,6 +95,10 @@ def _write_tokenizer(folder: Path, vocab: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>"}))
 
 
+def nothing() -> None:
+    """What is called before a load that is not recorded."""
+
+
 # -- clients -----------------------------------------------------------------------------------------------------------
 async def stream(address: str, body: dict, found: dict) -> None:
     """One request: adds its times to `found`."""
@@ -135,10 +143,11 @@ async def clients(given: dict) -> dict:
     return found | {"ended": time.perf_counter()}
 
 
-def load(address: str, mode: str, count: int, options: argparse.Namespace, vocab: int) -> str:
-    """Runs all clients; a line with the figures."""
+def load(address: str, mode: str, count: int, options: argparse.Namespace, vocab: int,
+         begin: Callable[[], object] = nothing) -> str:
+    """Runs all clients, after calling `begin`; a line with the figures."""
     shares = [count // PROCESSES + (i < count % PROCESSES) for i in range(PROCESSES)]
-    given = {"address": address, "mode": mode, "rounds": options.rounds if count > 1 else 1, "prompt": options.prompt,
+    given = {"address": address, "mode": mode, "rounds": options.rounds, "prompt": options.prompt,
              "tokens": options.tokens, "vocab": vocab}
     running = [subprocess.Popen([sys.executable, __file__, "--as-clients", json.dumps(given | {"clients": share,
                                                                                               "seed": i})],
@@ -146,6 +155,7 @@ def load(address: str, mode: str, count: int, options: argparse.Namespace, vocab
                for i, share in enumerate(shares) if share]
     for process in running:
         process.stdout.readline()   # it has imported everything
+    begin()
     for process in running:
         process.stdin.close()
     parts = [json.loads(process.stdout.read()) for process in running]
@@ -176,7 +186,7 @@ def main() -> None:
     parser.add_argument("--fields", type=json.loads, default={}, help="more fields of the model's configuration")
     parser.add_argument("--folder", default="/dev/shm")
     parser.add_argument("--timeline", type=Path, help="the recorder's library")
-    parser.add_argument("--record-after", type=float, default=4.0, help="seconds from the beginning of a load")
+    parser.add_argument("--record-after", type=lambda text: [float(part) for part in text.split(",")], default=[4.0])
     parser.add_argument("--as-clients", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_clients:
@@ -208,13 +218,16 @@ def main() -> None:
             vocab = int(SHAPES[options.shape]["vocab_size"])
             load(served.address, "greedy", 8, argparse.Namespace(rounds=1, prompt=16, tokens=8), vocab)
             print(f"ready and warm after {time.perf_counter() - began:.1f} s", flush=True)
-            for count in counts:
+            for number, count in enumerate(counts):
+                own = argparse.Namespace(**vars(options))
+                own.rounds = options.rounds if count > 1 or options.timeline else 1
+                after = options.record_after[min(number, len(options.record_after) - 1)]
                 for mode in options.modes.split(","):
+                    name = f"{mode}-{count}"
+                    begin = partial(timeline.record_after, Path(folder), name, after) if options.timeline else nothing
+                    print(load(served.address, mode, count, own, vocab, begin), flush=True)
                     if options.timeline:
-                        timeline.record_after(Path(folder), f"{mode}-{count}", options.record_after)
-                    print(load(served.address, mode, count, options, vocab), flush=True)
-                    if options.timeline:
-                        print("\n".join(timeline.report(Path(folder), f"{mode}-{count}")), flush=True)
+                        print("\n".join(timeline.report(Path(folder), name)), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ from typing import NamedTuple
 SECONDS = 0.5   # of a recording
 WAIT = 15.0     # seconds for files that a process still writes
 LINES = 14      # of a step
+#: what kernels are for, by their names and parameters; the first that fits counts
+PURPOSES = {"sums": r"\(as::cuda::RankSum", "draws": r"SampleTask|RankSamples|Argmax", "attention": r"::attend|::store",
+            "products": r"gemm|gemv|stream_k", "copies": r"^copy$", "other": ""}
 
 
 class Kernel(NamedTuple):
@@ -78,6 +81,16 @@ def busy(kernels: list[Kernel]) -> int:
     return sum_
 
 
+def purposes(kernels: list[Kernel]) -> str:
+    """The microseconds of a step by what its kernels are for; overlapping kernels count once, as in spent()."""
+    found, end = dict.fromkeys(PURPOSES, 0.0), kernels[0].begin
+    for kernel in kernels:
+        purpose = next(name for name, words in PURPOSES.items() if re.search(words, kernel.name))
+        found[purpose] += max(0, kernel.end - max(kernel.begin, end)) / 1e3
+        end = max(end, kernel.end)
+    return ", ".join(f"{name} {us:.0f}" for name, us in found.items() if us)
+
+
 def report(folder: Path, name: str) -> list[str]:
     """Lines for each process with a recording of this name that has whole steps, which begin with the embedding."""
     ends = time.monotonic() + WAIT
@@ -100,6 +113,7 @@ def report(folder: Path, name: str) -> list[str]:
             lines.append(f"{path.stem}: {len(steps)} steps {'with prompts' if prompts else 'of decoding'}, "
                          f"{sum(each[0] for each in steps) / whole:.2f} of the time, median {length / 1e6:.2f} ms, "
                          f"of which kernels run {statistics.median(busy(each[1]) for each in steps) / 1e6:.2f}")
+            lines.append(f"  us: {purposes(step)}, none {length / 1e3 - busy(step) / 1e3:.0f}")
             times = spent((kernel.begin / 1e3, kernel.end / 1e3, short(kernel.name)) for kernel in step)
             for (kernel, before), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:LINES]:
                 lines.append(f"  {sum(each):8.0f} us = {len(each):4d} x {sum(each) / len(each):7.1f}  {kernel} after "
