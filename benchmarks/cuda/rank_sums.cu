@@ -91,7 +91,7 @@ int main(int argc, char** argv) {
       p.pushed[o] = ranks[o].shared + header + 2 * half;
     }
   }
-  std::printf("us of o + down, and of each sum beside it:\n");
+  std::printf("us of o + down, and of each sum beside it; of the link alone, copying as many bytes both ways:\n");
   for (int rows : all) {
     double us[kWays] = {};
     std::vector<float> found[kWays][kRanks];
@@ -160,6 +160,19 @@ int main(int argc, char** argv) {
       std::printf("   %s %.2f (%s, rms %.2f)", kNames[way], (us[way] - us[alone]) / 2,
                   same ? "same bits" : "BITS DIFFER", sqrt(sum / found[way][0].size()));
     }
+    float copies[kRanks];
+    on_each([&](int r, Rank& k) {
+      constexpr int kTimes = 20;
+      for (int i = 0; i <= kTimes; i++) {
+        if (i == 1) check(cudaEventRecord(k.begin, k.stream));
+        check(cudaMemcpyPeerAsync(k.y, r, ranks[1 - r].shared + header, 1 - r, tiles_bytes(rows, hidden), k.stream));
+      }
+      check(cudaEventRecord(k.end, k.stream));
+      check(cudaEventSynchronize(k.end));
+      check(cudaEventElapsedTime(&copies[r], k.begin, k.end));
+      copies[r] /= kTimes;
+    });
+    std::printf("   link %.1f", 1e3 * copies[0]);
     std::printf("%s\n", *ranks[0].failed || *ranks[1].failed ? "  A RANK DID NOT COME" : "");
     std::fflush(stdout);
   }
