@@ -1,6 +1,7 @@
 // Prefill GEMM of 8-bit floats (native/cuda/kernels/gemm/gemm_8bit_prefill.cu) with each tile size: bits against the
-// stream-K kernel's, error against float64, and speed at the shapes of Qwen2.5-7B.
-// `./wide8 [integers | groups | blocks] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up]`,
+// stream-K kernel's, error against float64, and speed at the shapes of Qwen2.5-7B or of one of two ranks of
+// Llama-3.3-70B.
+// `./wide8 [integers | groups | blocks] [check] [error] [tiles | layer | bytes] [rows=128,8192] [only=gate_up] [70b]`,
 // integers being w8a8's, groups floats with a scale for each 128 columns, blocks the same with equal scales in all rows
 // of a block
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
@@ -111,8 +112,8 @@ struct Problem {
     p.w.n = n, p.w.k = k, p.w.kind = integers ? Kind::integers : Kind::float8,
     p.w.max_split_k = quant_split_k(n, k, kMaxSplitK);
     const int group = groups ? kFloatGroup : k, count_of = (k + group - 1) / group;
-    p.w.quants = {8,     group, count_of, !integers, true, false, nullptr, memory<uint32_t>(scales_bytes(n, count_of)),
-                  blocks};
+    p.w.quants = {Codes::integers, 8, group, count_of, !integers, true};
+    p.w.quants.scales = memory<uint32_t>(scales_bytes(n, count_of)), p.w.quants.in_blocks = blocks;
     for (int i = 0; i < count; i++) {
       copies.push_back(memory<uint32_t>(quants_bytes(n, k, 8)));
       p.w.quants.words = copies.back();
@@ -227,7 +228,7 @@ void error(int n, int k) {
   CHECK(cudaFree(expected));
 }
 
-constexpr int kRounds = 5;  // of which the median counts
+constexpr int kRounds = 5, kTurns = 3;  // of which the median counts: replays of a graph, and turns of all tiles
 // Of what `run` launches on a queue, in a graph.
 template <typename Run>
 float seconds(const Run& run) {
@@ -268,11 +269,17 @@ struct Linear {
   int n, k;
   bool gated, adds, bias;
 };
-constexpr Linear kShapes[] = {{"qkv", 4608, 3584, false, false, true},
-                              {"o", 3584, 3584, false, true, false},
-                              {"gate_up", 37888, 3584, true, false, false},
-                              {"down", 3584, 18944, false, true, false},
-                              {"head", 152064, 3584, false, false, false}};
+constexpr Linear kOf7B[] = {{"qkv", 4608, 3584, false, false, true},
+                            {"o", 3584, 3584, false, true, false},
+                            {"gate_up", 37888, 3584, true, false, false},
+                            {"down", 3584, 18944, false, true, false},
+                            {"head", 152064, 3584, false, false, false}},
+                 kOf70B[] = {{"qkv", 5120, 8192, false, false, false},
+                             {"o", 8192, 4096, false, true, false},
+                             {"gate_up", 28672, 8192, true, false, false},
+                             {"down", 8192, 14336, false, true, false},
+                             {"head", 64128, 8192, false, false, false}};
+const Linear* shapes = kOf7B;
 
 // A layer's products one after the other, rows on their way to each quantized, without attention.
 void layer(int rows) {
@@ -280,15 +287,16 @@ void layer(int rows) {
   std::vector<Problem*> all;
   for (int i = 0; i < 4; i++)
     all.push_back(
-        new Problem(kShapes[i].n, kShapes[i].k, rows, kShapes[i].gated, kShapes[i].adds, kShapes[i].bias, kLayers));
-  float* weight = memory<float>(3584 * 4);
-  fill_floats<<<14, 256>>>(weight, 3584, 3);
+        new Problem(shapes[i].n, shapes[i].k, rows, shapes[i].gated, shapes[i].adds, shapes[i].bias, kLayers));
+  const int hidden = shapes[0].k, heads = shapes[1].k, inner = shapes[3].k;
+  float* weight = memory<float>(hidden * 4);
+  fill_floats<<<ceil_div(hidden, 256), 256>>>(weight, hidden, 3);
   const Norm norm{weight, 1e-6f, false};
   // What o and down add to, attention's rows and gated ones.
   GemmArgs o = all[1]->p, down = all[3]->p, qkv = all[0]->p, gate_up = all[2]->p;
   down.y = o.y;
-  o.x = {nullptr, memory<uint16_t>(tiles_bytes((rows + 127) / 128 * 128, 3584)), 3584};
-  down.x = {nullptr, gate_up.y.tiles, 18944};
+  o.x = {nullptr, memory<uint16_t>(tiles_bytes((rows + 127) / 128 * 128, heads)), heads};
+  down.x = {nullptr, gate_up.y.tiles, inner};
   for (int which = 0; which < 8; which++) {
     for (int i = 0; i < 3; i++) tells_late[i] = which >> i & 1;
     const float t = seconds([&](const Queue& on) {
@@ -310,9 +318,10 @@ void layer(int rows) {
 
 // Rows become 8 bits: normed ones, attention's, gated ones.
 void bytes(int rows) {
-  const Problem down(3584, 18944, rows, false, true, false), o(3584, 3584, rows, false, true, false);
-  float* weight = memory<float>(3584 * 4);
-  fill_floats<<<14, 256>>>(weight, 3584, 3);
+  const Linear &of_o = shapes[1], &of_down = shapes[3];
+  const Problem down(of_down.n, of_down.k, rows, false, true, false), o(of_o.n, of_o.k, rows, false, true, false);
+  float* weight = memory<float>(o.p.w.n * 4);
+  fill_floats<<<ceil_div(o.p.w.n, 256), 256>>>(weight, o.p.w.n, 3);
   const auto show = [&](const char* name, double bytes, const auto& run) {
     const float t = seconds([&](const Queue& on) {
       for (int i = 0; i < 10; i++) run(on);
@@ -352,6 +361,7 @@ int main(int argc, char** argv) {
     if (!strncmp(argv[i], "rows=", 5))
       for (char* at = argv[i] + 5; *at; at += *at == ',') sizes.push_back(strtol(at, &at, 10));
   }
+  if (asked("70b")) shapes = kOf70B;
   if (asked("check")) {
     check(384, 64, 128, false, false, false), check(384, 3584, 256, false, false, false);
     check(1152, 3584, 300, false, true, true), check(2 * 1216, 896, 321, true, false, false);
@@ -373,9 +383,10 @@ int main(int argc, char** argv) {
   }
   for (int rows : sizes) {
     double all = 0, work = 0;
-    for (const Linear& s : kShapes) {
+    for (int i = 0; i < 5; i++) {
+      const Linear& s = shapes[i];
       if (*only && !strstr(only, s.name)) continue;
-      if (s.n > 100000 && rows > 256) continue;
+      if (i == 4 && rows > 256) continue;
       const double operations = 2.0 * rows * s.n * s.k, bytes = (double)s.n * s.k;
       Problem a(s.n, s.k, rows, s.gated, s.adds, s.bias, (int)std::min(8.0, 200e6 / bytes + 1));
       const int times = std::clamp((int)(4e-3 / std::max(operations / 1e15, bytes / 4e12)), 3, 60);
@@ -384,17 +395,17 @@ int main(int argc, char** argv) {
       if (asked("tiles")) {
         const std::vector<Way> all = ways(a, rows <= 512);
         std::vector<std::vector<float>> found(all.size());
-        for (int round = 0; round < kRounds; round++)  // in turn, as the clock falls while it is measured
+        for (int turn = 0; turn < kTurns; turn++)  // as the clock falls while it is measured
           for (size_t i = 0; i < all.size(); i++) found[i].push_back(seconds(all[i], a, times));
         for (size_t i = 0; i < all.size(); i++) {
           std::sort(found[i].begin(), found[i].end());
-          const float t = found[i][kRounds / 2];
+          const float t = found[i][kTurns / 2];
           best = std::min(best, (double)t), printf(" %s %.1f", all[i].name, t * 1e6);
         }
       }
       const float t = seconds({"", nullptr, wide}, a, times);
       printf(" -- %.1f us, %.0f TFLOP/s, %.2f of bandwidth\n", t * 1e6, operations / t / 1e12, bytes / 4.44e12 / t);
-      if (s.n < 100000) all += std::min(best, (double)t), work += operations;
+      if (i < 4) all += std::min(best, (double)t), work += operations;
     }
     printf("%d rows: %.1f us a layer, %.0f TFLOP/s\n", rows, all * 1e6, work / all / 1e12);
   }
