@@ -35,13 +35,13 @@ def test_products(form, group, n, k, rows):
         assert np.array_equal(part.view(np.uint32), few[:len(part)].view(np.uint32)), first
 
 
-def check_tiles(form: str, n: int, k: int, rows: int, algo: str = "prefill") -> None:
+def check_tiles(form: str, n: int, k: int, rows: int, algo: str = "prefill", of_few: str = "mma") -> None:
     """Multiplies rows by a matrix [n, k] with the kernels of many rows and with those of few: the bits are equal."""
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form)
     assert gpu.fill_matrix(handle, again(rng.standard_normal((COLUMNS, k), np.float32), n), "F32") == 0
     x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
-    few, many = (gpu.multiply(handle, x, n, bias, kernel) for kernel in ("mma", algo))
+    few, many = (gpu.multiply(handle, x, n, bias, kernel) for kernel in (of_few, algo))
     assert np.array_equal(many.view(np.uint32), few.view(np.uint32))
 
 
@@ -59,6 +59,13 @@ def test_a_tile_for_each_cta(form, n, rows):
                                         (3580, 3584, 200), (4608, 3584, 380)])
 def test_narrow_tiles(n, k, rows):
     check_tiles("bfloat16", n, k, rows)
+
+
+# Of one of two ranks of a model of 70 billion weights: whole sums, split-K parts beside and after one another.
+@pytest.mark.parametrize("n, rows", [(28672, 100), (28672, 250), (5120, 120), (5120, 250), (5120, 500), (8192, 120),
+                                     (8184, 70)])
+def test_tiles_of_float8(n, rows):
+    check_tiles("float8", n, 4096, rows, of_few="stream_k")
 
 
 # With 132 SMs these are tiles of 64, 128, 192, 128 and 256 rows. 192 and 256 have two stages where a CTA may have no

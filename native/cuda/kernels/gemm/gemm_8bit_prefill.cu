@@ -387,7 +387,10 @@ constexpr Choice kOfFloats[] = {
     choice<Form::floats, 288, Sums::whole, 1, 1>(),   choice<Form::floats, 224, Sums::chained, 2, 1>(),
     choice<Form::floats, 192, Sums::chained, 2, 1>(), choice<Form::floats, 128, Sums::chained, 2, 1>(),
     choice<Form::floats, 144, Sums::beside, 1, 1>(),  choice<Form::floats, 160, Sums::beside, 1, 1>(),
-    choice<Form::floats, 144, Sums::beside, 2, 1>(),
+    choice<Form::floats, 144, Sums::beside, 2, 1>(),  choice<Form::floats, 224, Sums::whole, 2, 1>(),
+    choice<Form::floats, 224, Sums::whole, 1, 1>(),   choice<Form::floats, 192, Sums::beside, 1, 1>(),
+    choice<Form::floats, 160, Sums::chained, 2, 1>(), choice<Form::floats, 80, Sums::chained, 2, 1>(),
+    choice<Form::floats, 64, Sums::chained, 1, 2>(),
 };
 // Sums of products and of a split-K part take registers, so that tiles are narrower.
 constexpr Choice kOfFloatGroups[] = {

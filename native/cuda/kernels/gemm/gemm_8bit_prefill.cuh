@@ -57,8 +57,10 @@ struct Shape {
   static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
   // One warpgroup is this many steps ahead of the other: one writes results while the other multiplies.
   static constexpr int kAhead = kStages > 3 ? 2 : 1;
-  // Nanoseconds of the epilogue of a tile.
-  static constexpr int kEnd = kBeside ? 5000 : !kTotals ? 2000 : 28 * kColumns + (kKept < kTotals ? 2400 : 0);
+  // Nanoseconds of the epilogue of a tile; in clusters of adjacent columns, of their first copies, too.
+  static constexpr int kEnd = kBeside    ? 5000
+                              : !kTotals ? 2000
+                                         : 28 * kColumns + (kKept < kTotals ? 2400 : 0) + (kAcross > kDown ? 4000 : 0);
   static int unit_of(const SplitK& k) { return kBeside ? k.blocks : k.length; }
   // Each CTA of a cluster copies whole blocks of rows and whole groups of eight columns.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
