@@ -319,9 +319,10 @@ void layer(int rows) {
 // Rows become 8 bits: normed ones, attention's, gated ones.
 void bytes(int rows) {
   const Linear &of_o = shapes[1], &of_down = shapes[3];
-  const Problem down(of_down.n, of_down.k, rows, false, true, false), o(of_o.n, of_o.k, rows, false, true, false);
-  float* weight = memory<float>(o.p.w.n * 4);
-  fill_floats<<<ceil_div(o.p.w.n, 256), 256>>>(weight, o.p.w.n, 3);
+  const Problem down(of_down.n, of_down.k, rows, false, true, false), o(of_o.n, of_o.k, rows, false, true, false),
+      qkv(shapes->n, shapes->k, rows, false, false, false);
+  float* weight = memory<float>(shapes->k * 4);
+  fill_floats<<<ceil_div(shapes->k, 256), 256>>>(weight, shapes->k, 3);
   const auto show = [&](const char* name, double bytes, const auto& run) {
     const float t = seconds([&](const Queue& on) {
       for (int i = 0; i < 10; i++) run(on);
@@ -329,8 +330,8 @@ void bytes(int rows) {
     printf(" %s %.1f us, %.2f TB/s", name, t * 1e5, bytes / t * 10 / 1e12);
   };
   printf("%d rows:", rows);
-  show("normed", rows * 3584. * 5,
-       [&](const Queue& on) { rms_norm_into_bytes(o.p.x.values, {weight, 1e-6f, false}, o.p, rows, on); });
+  show("normed", rows * 5. * shapes->k,
+       [&](const Queue& on) { rms_norm_into_bytes(qkv.p.x.values, {weight, 1e-6f, false}, qkv.p, rows, on); });
   for (const Problem* a : {&o, &down}) {
     const size_t pairs = (size_t)rows * a->p.w.k / 2;
     fill_pairs<<<ceil_div(pairs, 256), 256>>>((uint32_t*)a->x, pairs);
