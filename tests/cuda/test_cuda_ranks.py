@@ -85,7 +85,7 @@ def test_ranks_are_added_in_order(ranks, width, dtype, way):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("width", [53, 200, 3584, 4104, 8192, 8300])
 def test_many_rows_of_a_cta_are_added_in_order(ranks, width):
-    """Each CTA adds several rows. Of two ranks, it asks for the next row before it has added one."""
+    """With more rows than CTAs."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts = rng.normal(size=(ranks, 700, width)).astype(np.float32)
     y, norm = rng.normal(size=(700, width)).astype(np.float32), rng.normal(size=width).astype(np.float32)

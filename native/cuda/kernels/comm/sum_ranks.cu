@@ -159,9 +159,6 @@ __device__ void each(Work work) {
 template <bool kTiles, int kRanks, bool kWhole, bool kPushed>
 __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
     sum_kernel(const __grid_constant__ RankSum s, int rows) {
-  // Of two ranks, what the other one has of the next row comes over the link while this row is computed: of up to
-  // kAhead times eight columns of a thread. Then no registers are left for weights, which the L1 cache has.
-  constexpr int kAhead = kTiles && !kPushed && kRanks == 2 ? 2 : 0;
   const Peers& peers = s.peers;
   const int width = s.y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
   const auto weights_of = [&](int column, float(&weights)[kEight]) {
@@ -172,7 +169,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
   };
   let_next_begin();
   float weights[kEight];  // prefetched while the CTA waits for ranks
-  if (!kAhead && s.norm.weight && first < width) weights_of(first, weights);
+  if (s.norm.weight && first < width) weights_of(first, weights);
   await_previous();
   const size_t half = s.call % 2 * peers.buffer_bytes;
   Wait wait(peers, PeerWait::sum);
@@ -195,22 +192,10 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
           if (r != peers.rank) own.push(peers.place(r, peers.rank, s.call), row, column, width);
       }
   }
-  Eight<kTiles, kWhole> ahead[kAhead ? kAhead : 1];
-  const auto ask = [&](int row) {
-    if (row < rows && peers.world == 2)
-      each<kAhead>([&](auto number) {
-        constexpr int i = decltype(number)::value;
-        const int column = first + i * stride;
-        if (column < width) ahead[i].read(peers.partials[1 - peers.rank] + half, row, column, width);
-      });
-  };
-  ask(blockIdx.x);
   for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     float* y = s.y.values + (size_t)row * width;
     float squares = 0, kept[kEight];
-    // Adds eight columns, those of this number that the thread has; from kAhead on, they have not been asked for.
-    const auto add = [&](int column, auto number) {
-      constexpr int eight = decltype(number)::value;
+    for (int column = first; column < width; column += stride) {
       Eight<kTiles, kWhole> partials[kRanks];
       float before[kEight], x[kEight] = {};
       if (kPushed && s.adds) read_eight<kWhole>(y, column, width, before);
@@ -219,11 +204,8 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
         if (r >= peers.world) return;
         if constexpr (kPushed)
           if (r != peers.rank) return partials[r].look(peers.place(peers.rank, r, s.call), row, column, width);
-        if constexpr (eight < kAhead)
-          if (r != peers.rank && peers.world == 2) return (void)(partials[r] = ahead[eight]);
         partials[r].read(peers.partials[r] + half, row, column, width);
       });
-      if (eight + 1 == kAhead || (eight < kAhead && column + stride >= width)) ask(row + gridDim.x);
       if constexpr (kPushed)
         each<kRanks>([&](auto number) {
           constexpr int r = decltype(number)::value;
@@ -243,22 +225,15 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
         if (column == first) kept[i] = x[i];
       }
       put_eight(s.y, row, column, width, x);
-    };
-    each<kAhead>([&](auto number) {
-      const int column = first + decltype(number)::value * stride;
-      if (column < width) add(column, number);
-    });
-    for (int column = first + kAhead * stride; column < width; column += stride)
-      add(column, std::integral_constant<int, kAhead>());
+    }
     if (!s.norm.weight) continue;
     const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, blockDim.x) / width + s.norm.eps);
     for (int column = first; column < width; column += stride) {
-      if (column > first) read_eight<kWhole>(y, column, width, kept);
-      if (kAhead || column > first) weights_of(column, weights);
+      if (column > first) read_eight<kWhole>(y, column, width, kept), weights_of(column, weights);
 #pragma unroll
       for (int i = 0; i < kEight; i++) kept[i] = kept[i] * factor * weights[i];
       put_eight(s.normed, row, column, width, kept);
-      if (!kAhead && column > first) weights_of(first, weights);
+      if (column > first) weights_of(first, weights);
     }
   }
 }
