@@ -105,9 +105,11 @@ def report(folder: Path, name: str) -> list[str]:
         kinds = defaultdict(list)   # by whether a step has rows of prompts
         for first, after in pairwise(starts):
             step = kernels[first:after]
+            if kernels[after].begin - step[0].begin > 1e9 * SECONDS:
+                continue    # what came before the recording began
             prompts = any("prefill" in kernel.name and "attend" in kernel.name for kernel in step)
             kinds[prompts].append((kernels[after].begin - step[0].begin, step))
-        whole = kernels[starts[-1]].begin - kernels[starts[0]].begin
+        whole = sum(length for steps in kinds.values() for length, _ in steps)
         for prompts, steps in sorted(kinds.items()):
             length, step = sorted(steps, key=lambda each: each[0])[len(steps) // 2]
             lines.append(f"{path.stem}: {len(steps)} steps {'with prompts' if prompts else 'of decoding'}, "
