@@ -2,7 +2,7 @@
 //
 // Equal parts end together only where threads are equally fast. On virtual processors they are not: of a long prompt's
 // GEMMs in equal parts on 16 of them, the mean thread was busy for 0.7 to 0.8 of the slowest thread's time
-// (docs/decisions/amx.md). Which thread computes a unit does not matter for its bits.
+// (docs/decisions/amx-threads.md). Which thread computes a unit does not matter for its bits.
 #pragma once
 #include <atomic>
 #include <cstdint>
