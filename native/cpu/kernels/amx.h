@@ -1,5 +1,9 @@
 // The tile registers of AMX: eight of up to 16 rows x 64 bytes, tmm0 ... tmm7.
 //
+// Two threads of a core seem to share the memory behind these registers, to which a load or a product needs room beside
+// what both threads hold. A cleared tile (tile_zero) needs none. So operands are cleared after their last use: with all
+// eight tiles in use, two threads multiply at 0.6 of the rate that they reach so (docs/decisions/amx-threads.md).
+//
 // Uses inline assembly, because GCC 12's intrinsics do not tell the compiler that a tile load reads memory. The
 // compiler could move a store past the load. AS_AMX_EMULATED computes the same in C++, to test indexing on machines
 // without AMX. Its bits and speed differ.

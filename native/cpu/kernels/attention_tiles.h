@@ -39,18 +39,23 @@ AS_INLINE void zero_tiles() {
   tile_zero<I>();
   if constexpr (I + 1 < N) zero_tiles<N, I + 1>();
 }
+// Stores and clears accumulators.
 template <int N, int I = 0>
 AS_INLINE void store_tiles(float* out, int64_t stride) {
   tile_store<I>(out + 16 * I, stride);
+  tile_zero<I>();
   if constexpr (I + 1 < N) store_tiles<N, I + 1>(out, stride);
 }
-// One step of N accumulators: products of tile 4 with the tiles that b(i) loads from.
+// One step of N accumulators: products of tile 4 with the tiles that b(i) loads from. Operands are cleared after their
+// last use (amx.h).
 template <int N, int I = 0, typename B>
 AS_INLINE void step_tiles(const B& b, int64_t stride) {
   constexpr int kB = 5 + I % 3;
   tile_load<kB>(b(I), stride);
   tile_dot_bf16<I, 4, kB>();
+  tile_zero<kB>();
   if constexpr (I + 1 < N) step_tiles<N, I + 1>(b, stride);
+  else tile_zero<4>();
 }
 // The same with tile 4 as the second operand.
 template <int N, int I = 0, typename A>
@@ -58,7 +63,9 @@ AS_INLINE void step_tiles_after(const A& a, int64_t stride) {
   constexpr int kA = 5 + I % 3;
   tile_load<kA>(a(I), stride);
   tile_dot_bf16<I, kA, 4>();
+  tile_zero<kA>();
   if constexpr (I + 1 < N) step_tiles_after<N, I + 1>(a, stride);
+  else tile_zero<4>();
 }
 
 // A product of tiles in steps: those of up to kColumnTiles groups of 16 results (`count` in all), one after the other,

@@ -210,9 +210,9 @@ class GroupGemm {
     }
   }
 
-  // The sums of one block of rows: R tiles of rows. Tiles are not renamed, so an accumulator that is stored at once
-  // makes the next group's products wait. It is stored before its next product instead, when other products have hidden
-  // the latency; store_pending() stores the last ones.
+  // The sums of one block of rows: R tiles of rows. An accumulator that is stored at once makes the next group's
+  // products wait. It is stored before its next product instead, when other products have hidden the latency;
+  // store_pending() stores the last ones.
   template <int R>
   AS_INLINE void block(const char* x, int groups, char* sums) {
     const int64_t lda = (int64_t)a_.stride, second = second_;
@@ -224,18 +224,29 @@ class GroupGemm {
       store<0>(), tile_zero<0>(), tile_dot_s8s8<0, 4, 6>();
       tile_load<7>(b + 64, kLine);
       store<1>(), tile_zero<1>(), tile_dot_s8s8<1, 4, 7>();
+      tile_zero<4>();  // operands are cleared after their last use (amx.h)
       if (R == 2) {
         tile_load_far<5>(x + second, lda);
         store<2>(), tile_zero<2>(), tile_dot_s8s8<2, 5, 6>();
-        store<3>(), tile_zero<3>(), tile_dot_s8s8<3, 5, 7>();
       }
+      tile_zero<6>();
+      if (R == 2) {
+        store<3>(), tile_zero<3>(), tile_dot_s8s8<3, 5, 7>();
+        tile_zero<5>();
+      }
+      tile_zero<7>();
       x += step, b += step * NR;
       for (int s = 1; s < steps; s++, x += step, b += step * NR) {
         tile_load<6>(b, kLine), tile_load_far<4>(x, lda);
         tile_dot_s8s8<0, 4, 6>();
         tile_load<7>(b + 64, kLine);
         tile_dot_s8s8<1, 4, 7>();
-        if (R == 2) tile_load_far<5>(x + second, lda), tile_dot_s8s8<2, 5, 6>(), tile_dot_s8s8<3, 5, 7>();
+        tile_zero<4>();
+        if (R == 2) {
+          tile_load_far<5>(x + second, lda), tile_dot_s8s8<2, 5, 6>(), tile_dot_s8s8<3, 5, 7>();
+          tile_zero<5>();
+        }
+        tile_zero<6>(), tile_zero<7>();
       }
       pending_ = sums;
       for (const int end = g + 1 < groups ? waiting_.rows * (g + 1) / groups : waiting_.rows; folded < end;

@@ -134,21 +134,24 @@ AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, 
   constexpr std::integral_constant<int, 5> kRows1;
   constexpr std::integral_constant<int, 6> kWeights0;
   constexpr std::integral_constant<int, 7> kWeights1;
-  // Each tile of the next step is loaded directly after its last use.
+  // An operand is cleared after its last use (amx.h).
   auto range = [&](auto far, int begin, int end) __attribute__((always_inline)) {
-    if (begin == end) return;
-    load_weights(far, kWeights0, begin), load_rows(far, kRows0, begin), load_weights(far, kWeights1, begin);
-    if (R == 2) load_rows(far, kRows1, begin);
     for (int s = begin; s < end; s++) {
-      const bool more = s + 1 < end;
+      load_rows(far, kRows0, s), load_weights(far, kWeights0, s);
       F::template dot<0, 4, 6>();
+      load_weights(far, kWeights1, s);
       F::template dot<1, 4, 7>();
-      if (more) load_rows(far, kRows0, s + 1);
-      if (R == 2) F::template dot<2, 5, 6>();
-      if (more) load_weights(far, kWeights0, s + 1);
-      if (R == 2) F::template dot<3, 5, 7>();
-      if (more) load_weights(far, kWeights1, s + 1);
-      if (more && R == 2) load_rows(far, kRows1, s + 1);
+      tile_zero<4>();
+      if (R == 2) {
+        load_rows(far, kRows1, s);
+        F::template dot<2, 5, 6>();
+      }
+      tile_zero<6>();
+      if (R == 2) {
+        F::template dot<3, 5, 7>();
+        tile_zero<5>();
+      }
+      tile_zero<7>();
       for (int i = 0; i < ahead.lines; i++)
         __builtin_prefetch(ahead.panel + (int64_t)s * kPanelStepBytes + (ahead.first + i) * 64, 0, 2);
       for (int i = 0; i < ahead.rows; i++)
@@ -179,7 +182,9 @@ void stream(const char* a, int64_t lda, int64_t second, const char* b, int steps
       tile_load<5>(a + second, lda);
       F::template dot<2, 5, 6>();
       F::template dot<3, 5, 7>();
+      tile_zero<5>();
     }
+    tile_zero<4>(), tile_zero<6>(), tile_zero<7>();
   }
   tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
   if (R == 2) tile_store<2>(c + kAmxRows * ldc, ldc), tile_store<3>(c + kAmxRows * ldc + 64, ldc);
