@@ -110,11 +110,11 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   if (c.norm.weight) norm_row(c, row, squares, kept, weights);
 }
 
-// The logit of a row's gate, by a warp; in every lane. weights: the gate's, in shared memory.
+// The logit of a row's gate, by a warp; in every lane. x: the row; weights: the gate's, in shared memory.
 template <bool kWhole>
-__device__ __forceinline__ float gate_logit(const SharedSum& c, int row, const float* weights) {
+__device__ __forceinline__ float gate_logit(const SharedSum& c, const float* x, const float* weights) {
   float dot[1][1];
-  multiply_rows<1, 1, kWhole>(c.gate.x.values + (size_t)row * c.gate.w.k, 1, weights, c.gate.w.k, dot);
+  multiply_rows<1, 1, kWhole>(x, 1, weights, c.gate.w.k, dot);
   return c.gate.bias ? __fadd_rn(dot[0][0], *c.gate.bias) : dot[0][0];
 }
 
@@ -149,7 +149,14 @@ struct Summands {
   }
 };
 
-// A CTA computes adjacent rows, with the same threads for a row. A warp computes the gates of some of them.
+// Queues the copy of k floats, a multiple of four, to shared memory, with zeros up to padded_columns(k).
+__device__ inline void queue_row(const float* from, int k, float* to) {
+  for (int i = threadIdx.x * kLaneColumns; i < padded_columns(k); i += blockDim.x * kLaneColumns)
+    copy_16(shared_address(to + i), from + (i < k ? i : 0), i < k);
+}
+
+// A CTA computes adjacent rows, with the same threads for a row. A warp computes the gates of some of them. If the CTA
+// has one row, that comes to shared memory with the gate's weights, by one wait for memory.
 template <bool kWhole, Routed kRouted>
 __global__ void __launch_bounds__(kThreads)
     add_shared_expert_kernel(const __grid_constant__ SharedSum c, int rows, int each) {
@@ -158,15 +165,22 @@ __global__ void __launch_bounds__(kThreads)
   const int row0 = blockIdx.x * each, end = min(row0 + each, rows), width = c.y.width, first = kEight * threadIdx.x,
             stride = kEight * blockDim.x;
   let_next_begin();
-  bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
+  const int k = c.gate.w.k;
+  const bool brings = kWhole && each == 1;
+  float* const own_row = gate_weights + padded_columns(k);
+  if (brings) queue_row(c.gate.w.values, k, gate_weights);
+  else bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
   float norm[kEight];  // prefetched before the previous kernel has written the rows
   if (c.norm.weight) read_eight(c.norm.weight, first, width, norm);
   if (!c.gates_early) await_previous();
-  __syncthreads();
+  const float* const x = c.gate.x.values + (size_t)row0 * k;
+  if (brings) queue_row(x, k, own_row);
   Summands<kRouted> own;
   if (!c.gates_early) own.read(c, row0, first);
+  commit_copies(), wait_copies<0>();
+  __syncthreads();
   for (int row = row0 + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
-    const float gate = gate_logit<kWhole>(c, row, gate_weights);
+    const float gate = gate_logit<kWhole>(c, brings ? own_row : x + (size_t)(row - row0) * k, gate_weights);
     if (threadIdx.x % 32 == 0) gates[row - row0] = gate;
   }
   if (c.gates_early) await_previous(), own.read(c, row0, first);
@@ -198,7 +212,7 @@ __global__ void __launch_bounds__(kManyThreads, 3) sum_many_kernel(const __grid_
   __syncthreads();
   Summands<Routed::tiles> own;
   if (threadIdx.x / 32 == blockDim.x / 32 - 1) {
-    const float logit = gate_logit<kWhole>(c, row, gate_weights);
+    const float logit = gate_logit<kWhole>(c, c.gate.x.values + (size_t)row * c.gate.w.k, gate_weights);
     if (threadIdx.x % 32 == 0) gate = logit;
   } else if (first < width) {
     own.read(c, row, first);
@@ -219,7 +233,8 @@ void start_shared(const SharedSum& c, int rows, const Queue& queue) {
     if (rows >= kManyRows && c.y.width <= kManyWidth)
       return start(queue, sum_many_kernel<kWhole>, rows, threads + 32, shared, c);
   const int each = kRouted != Routed::sum || rows < kManyRows ? 1 : kRowsOfCta;
-  start(queue, add_shared_expert_kernel<kWhole, kRouted>, ceil_div(rows, each), threads, shared, c, rows, each);
+  start(queue, add_shared_expert_kernel<kWhole, kRouted>, ceil_div(rows, each), threads,
+        each == 1 ? 2 * shared : shared, c, rows, each);
 }
 
 template <bool kWhole>
