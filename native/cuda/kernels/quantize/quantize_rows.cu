@@ -9,14 +9,11 @@ namespace {
 constexpr int kMaxBlocks = blocks_of(kMaxIntegers);  // blocks of K
 enum class ByteForm { integers, floats, float_groups };
 
-constexpr int kFewThreads = 256, kManyThreads = 512;  // threads that normalize a row; they determine the order of sums
-
 // A CTA quantizes a row at a time; if rows are short, it prefetches its next row before it computes. kTiles: `in` is in
 // tiles. kKept: chunks that a thread keeps in registers. kNorms: the row is normalized first, and all of its chunks are
 // kept.
 template <ByteForm kForm, bool kNorms, bool kTiles, int kThreads, int kKept>
-__global__ void __launch_bounds__(kThreads,
-                                  (kKept > 2 && kTiles) || (kNorms && kThreads == kManyThreads) ? 1024 / kThreads : 1)
+__global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThreads : 1)
     bytes_kernel(Rows in, int rows, Segments segments, ByteRows out, Norm norm) {
   constexpr int kWarps = kThreads / 32;
   constexpr bool kFloats = kForm != ByteForm::integers;
@@ -26,8 +23,6 @@ __global__ void __launch_bounds__(kThreads,
   __shared__ int sums[kFloats ? 1 : kMaxBlocks];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = segments.blocks * 4, k = in.width;
   constexpr bool kAhead = kKept <= 2;
-  // Two CTAs of many threads have no registers for the norm's weights from row to row.
-  constexpr bool kKeepsWeights = kNorms && kThreads < kManyThreads;
   Chunk<kTiles> kept[kKept], next[kAhead ? kKept : 1], weights[kNorms ? kKept : 1];
   const auto chunk_of = [](int i) { return i * kThreads + (int)threadIdx.x; };
   const auto read = [&](int row, Chunk<kTiles>* to) {
@@ -35,12 +30,11 @@ __global__ void __launch_bounds__(kThreads,
     for (int i = 0; i < kKept; i++) to[i].read(in, row, chunk_of(i) * kChunkColumns);
   };
   let_next_begin();
-  const auto read_weights = [&] {
-    if constexpr (kNorms)
+  if constexpr (kNorms) {
 #pragma unroll
-      for (int i = 0; i < kKept; i++) weights[i].read(norm.weight, chunk_of(i) * kChunkColumns, k);
-  };
-  if constexpr (kKeepsWeights) read_weights();  // no kernel writes these, so there is no need to wait
+    for (int i = 0; i < kKept; i++)  // no kernel writes these, so there is no need to wait
+      weights[i].read(norm.weight, chunk_of(i) * kChunkColumns, k);
+  }
   await_previous();
   if (kAhead) read(blockIdx.x, next);
   for (int row = blockIdx.x, turn = 0; row < rows; row += gridDim.x, turn ^= 1) {
@@ -58,7 +52,6 @@ __global__ void __launch_bounds__(kThreads,
       float square = warp_sum(kept[0].squares());
       if (lane == 0) squares[turn][warp] = square;
       __syncthreads();
-      if constexpr (!kKeepsWeights) read_weights();
       square = 0;
       for (int w = 0; w < kWarps; w++) square += squares[turn][w];
       kept[0].norm(norm_factor(square, k, norm), weights[0], norm.unit_offset ? 1.0f : 0.0f);
@@ -177,6 +170,8 @@ __global__ void block_scales_kernel(const uint32_t* scales, int n, int groups, i
   const int row = block * kBlock + word / kTileRows * kTileRows + word % kTileRows / 2 + word % 2 * 8;
   if (row < n && scales[i] != scales[i - word + word % 2]) *differ = 1;
 }
+
+constexpr int kFewThreads = 256, kManyThreads = 512;  // threads that normalize a row; they determine the order of sums
 
 }  // namespace
 
