@@ -232,5 +232,6 @@ def _rank_state(rank: dict[str, Any]) -> pb.RankState:
     parts = metrics.parts_of(rank)
     return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
                         steps=rank.get("steps", 0), expert_messages=rank.get("expert_messages", 0),
-                        expert_rows=rank.get("expert_rows", 0),
+                        expert_rows=rank.get("expert_rows", 0), expert_hits=rank.get("expert_hits", 0),
+                        expert_uses=rank.get("expert_uses", 0),
                         **{f"{part}_seconds": value for part, value in parts.items()})

@@ -90,8 +90,9 @@ def _shares(ranks: Sequence[pb.RankState]) -> tuple[list[str], list[str]]:
         return shares, []
     rows, messages = (sum(getattr(rank, f"expert_{name}") for rank in experts) for name in ("rows", "messages"))
     busy = parts(experts)
+    hits, uses = (sum(getattr(rank, f"expert_{name}") for rank in ranks) for name in ("hits", "uses"))
     return shares, [(f"experts compute {100 * busy[0]:.0f}% of steps, " if busy else "")
-                    + f"{rows / messages:.1f} rows a layer"]
+                    + f"{rows / messages:.1f} rows a layer" + (f", {100 * hits / uses:.0f}% hot" if uses else "")]
 
 
 def _top_table(members: list[Member]) -> list[str]:

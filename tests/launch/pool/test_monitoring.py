@@ -75,10 +75,10 @@ def test_top_of_a_mixed_group(member):
     with Member(Target("a", member[1])) as one:
         header, line = top._top_table([one])
         assert header.split()[-2:] == ["exchange", "wait"] and line.split()[8:10] == ["20.0%", "10.0%"]
-        assert line.endswith("3 restarts, experts compute 60% of steps, 4.0 rows a layer")
+        assert line.endswith("3 restarts, experts compute 60% of steps, 4.0 rows a layer, 75% hot")
         ranks = one.info().ranks
-    assert top._shares(ranks) == (["20.0%", "10.0%"], ["experts compute 60% of steps, 4.0 rows a layer"])
-    ranks[0].exchange_seconds = ranks[0].wait_seconds = 0
+    assert top._shares(ranks) == (["20.0%", "10.0%"], ["experts compute 60% of steps, 4.0 rows a layer, 75% hot"])
+    ranks[0].exchange_seconds = ranks[0].wait_seconds = ranks[0].expert_uses = 0
     assert top._shares(ranks) == (["0.0%", "0.0%"], ["experts compute 60% of steps, 4.0 rows a layer"])
     ranks[1].expert_messages = ranks[1].expert_rows = 0
     assert top._shares(ranks) == (["0.0%", f"{100 * 4 / 17:.1f}%"], [])      # an ordinary group: of all ranks
