@@ -20,8 +20,8 @@ SECONDS = 0.5   # of a recording
 WAIT = 15.0     # seconds for files that a process still writes
 LINES = 14      # of a step
 #: what kernels are for, by their names and parameters; the first that fits counts
-PURPOSES = {"sums": r"\(as::cuda::RankSum", "draws": r"SampleTask|RankSamples|Argmax", "attention": r"::attend|::store",
-            "products": r"gemm|gemv|stream_k", "copies": r"^copy$", "other": ""}
+PURPOSES = {"sums": r"\(as::cuda::RankSum", "sampling": r"SampleTask|RankSamples|Argmax",
+            "attention": r"::attend|::store", "GEMMs": r"gemm|gemv|stream_k", "copies": r"^copy$", "other": ""}
 
 
 class Kernel(NamedTuple):

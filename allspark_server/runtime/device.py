@@ -307,7 +307,7 @@ class Gpu(Device):
 
     def step_tokens_of(self, graph: Graph) -> int:
         """See Device. Many experts get few rows each of 2,048: a step takes as long as reading their weights. While
-        others decode, their time bounds a step (`TokenBudget`).
+        other requests decode, `TokenBudget` limits a step's time.
         """
         return 4 * self.step_tokens if any(op.type == "expert_linear" for op in graph.ops) else self.step_tokens
 

@@ -384,11 +384,11 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   std::vector<char> made(out.size());
   check(cudaMemcpy(made.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
   const float* values = reinterpret_cast<const float*>(made.data());
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(made.data());
+  const uint16_t* values16 = reinterpret_cast<const uint16_t*>(made.data());
   for (int i = 0; i < entries; i++)
     for (int column = 0; column < m.n; column++)
       y[(size_t)i * m.n + column] =
-          rounded ? cuda::widened(halves[tile_offset(entry_of[i], column, blocks_of(m.n))], m.dtype)
+          rounded ? cuda::widened(values16[tile_offset(entry_of[i], column, blocks_of(m.n))], m.dtype)
                   : values[(size_t)entry_of[i] * m.n + column];
   return y;
 }

@@ -226,7 +226,7 @@ int Workspace::max_rows(int tensor) const {
 bool Workspace::is_tiled(int tensor) const {
   bool read = false;
   for (const OpNode& op : program.ops()) {
-    // These ops read both types, and one of them writes both.
+    // Adapters read both types, and expert_lora adds to both.
     if (op.adapts() && (op.inputs[0] != tensor || op.is(Op::expert_lora))) continue;
     if (op.is(Op::select_rows) && op.inputs[0] == tensor && is_tiled(op.outputs[0])) {
       read = true;

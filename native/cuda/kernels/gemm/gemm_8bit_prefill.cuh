@@ -57,7 +57,8 @@ struct Shape {
   static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
   // One warpgroup is this many steps ahead of the other: one writes results while the other multiplies.
   static constexpr int kAhead = kStages > 3 ? 2 : 1;
-  // Nanoseconds of the epilogue of a tile; in clusters of adjacent columns, of their first copies, too.
+  // Nanoseconds of the epilogue of a tile; for chained sums in clusters of adjacent columns also those of their first
+  // copies.
   static constexpr int kEnd = kBeside    ? 5000
                               : !kTotals ? 2000
                                          : 28 * kColumns + (kKept < kTotals ? 2400 : 0) + (kAcross > kDown ? 4000 : 0);

@@ -156,7 +156,7 @@ __device__ inline void queue_row(const float* from, int k, float* to) {
 }
 
 // A CTA computes adjacent rows, with the same threads for a row. A warp computes the gates of some of them. If the CTA
-// has one row, that comes to shared memory with the gate's weights, by one wait for memory.
+// has one row, it is staged in shared memory with the gate's weights, so that memory is waited for once.
 template <bool kWhole, Routed kRouted>
 __global__ void __launch_bounds__(kThreads)
     add_shared_expert_kernel(const __grid_constant__ SharedSum c, int rows, int each) {
@@ -166,21 +166,21 @@ __global__ void __launch_bounds__(kThreads)
             stride = kEight * blockDim.x;
   let_next_begin();
   const int k = c.gate.w.k;
-  const bool brings = kWhole && each == 1;
+  const bool stages_row = kWhole && each == 1;
   float* const own_row = gate_weights + padded_columns(k);
-  if (brings) queue_row(c.gate.w.values, k, gate_weights);
+  if (stages_row) queue_row(c.gate.w.values, k, gate_weights);
   else bring_rows<kWhole>(c.gate.w, 0, 1, gate_weights);
   float norm[kEight];  // prefetched before the previous kernel has written the rows
   if (c.norm.weight) read_eight(c.norm.weight, first, width, norm);
   if (!c.gates_early) await_previous();
   const float* const x = c.gate.x.values + (size_t)row0 * k;
-  if (brings) queue_row(x, k, own_row);
+  if (stages_row) queue_row(x, k, own_row);
   Summands<kRouted> own;
   if (!c.gates_early) own.read(c, row0, first);
   commit_copies(), wait_copies<0>();
   __syncthreads();
   for (int row = row0 + threadIdx.x / 32; row < end; row += blockDim.x / 32) {
-    const float gate = gate_logit<kWhole>(c, brings ? own_row : x + (size_t)(row - row0) * k, gate_weights);
+    const float gate = gate_logit<kWhole>(c, stages_row ? own_row : x + (size_t)(row - row0) * k, gate_weights);
     if (threadIdx.x % 32 == 0) gates[row - row0] = gate;
   }
   if (c.gates_early) await_previous(), own.read(c, row0, first);

@@ -112,18 +112,19 @@ template <int kValues>
 __device__ __forceinline__ void write_staged(const ExpertGemmArgs& e, const ExpertTile& tile, int block,
                                              const float (&d)[kValues], char* staging) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(2 * kValues % kStagedRows == 0);
   const Rows& y = e.gemm.y;
   const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32, blocks = blocks_of(y.width);
   if (block >= blocks) return;
   const TwoBiases biases(bias_of(e, tile.expert), block * kBlock + warp * 16 + lane / 4, y.width);
-  const auto meet = [] { asm volatile("bar.sync %0, 128;" ::"r"((int)threadIdx.x / 128) : "memory"); };
+  const auto sync_warpgroup = [] { asm volatile("bar.sync %0, 128;" ::"r"((int)threadIdx.x / 128) : "memory"); };
   // Of four matrices of 8 entries by 8 columns, a lane has the address of one's entry.
   const int matrix = lane / 8, entry = lane % 8 + matrix / 2 * 8;
   const uint32_t to = shared_address(staging) + chunk_offset(entry, warp * 2 + matrix % 2);
 #pragma unroll
   for (int begin = 0; begin < 2 * kValues; begin += kStagedRows) {
     if (begin >= tile.count) return;
-    meet();  // all have read what was there before
+    sync_warpgroup();  // all have read what was there before
 #pragma unroll
     for (int i = begin / 2; i < (begin + kStagedRows) / 2; i += 8) {
       uint32_t pairs[4];
@@ -135,7 +136,7 @@ __device__ __forceinline__ void write_staged(const ExpertGemmArgs& e, const Expe
                    "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                    : "memory");
     }
-    meet();
+    sync_warpgroup();
 #pragma unroll
     for (int slot = thread / 8; slot < kStagedRows; slot += 16)
       if (begin + slot < tile.count)

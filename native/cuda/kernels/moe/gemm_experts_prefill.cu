@@ -243,10 +243,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         settle(d);
         if (ends) barrier_arrive(&empty[last]);
       }
-      const int block = item % columns * kGroups + group;
-      if (S::kStaged && p.y.tiles && !p.gated)
-        write_staged(e, tile, block, d, shared + kStages * S::kStageBytes + group * kStagedBytes);
-      else write_sums(e, tile, block, d);
+      const auto write = [&](int block) {
+        if constexpr (S::kStaged)
+          if (p.y.tiles && !p.gated)
+            return write_staged(e, tile, block, d, shared + kStages * S::kStageBytes + group * kStagedBytes);
+        write_sums(e, tile, block, d);
+      };
+      write(item % columns * kGroups + group);
       __syncwarp();
     }
   }
