@@ -142,7 +142,8 @@ class Rank:
         from .runtime.mpi import join
         from .runtime.native import common_isa
         from .runtime.rank_models import RankModels
-        world = join(self.expected, _native.SharedMemory.bytes_needed(self.expected), a.split_hosts)
+        first = int(os.environ.get(binding.MODEL_RANKS, "0"))
+        world = join(self.expected, _native.SharedMemory.bytes_needed(self.expected, first), a.split_hosts)
         all_isas = world.allgather((socket.gethostname(), isas))
         isa = common_isa(all_isas)
         if any(isas[0] not in theirs for _, theirs in all_isas):
@@ -154,7 +155,7 @@ class Rank:
             between = {"hosts": _native.Hosts(world.rank, world.between.first, world.between.mpi),
                        "sockets": world.between.sockets}
         shared_memory = _native.SharedMemory(world.rank, world.size, world.addresses, not a.no_spin,
-                                             PEER_TIMEOUT_SECONDS, **between)
+                                             PEER_TIMEOUT_SECONDS, first=first, **between)
         logger.info("rank %d of %d on CPUs %s", world.rank, world.size, a.cpus or "any")
         if world.rank == 0:
             self.lead(SharedMemoryGroup(shared_memory, world.size, self.cpus, self.fail, host))

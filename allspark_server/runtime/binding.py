@@ -12,6 +12,8 @@ logger = logging.getLogger(__name__)
 
 #: environment variable: the GPUs that the group was started for; ranks are bound to CPUs near them
 GROUP_GPUS = "ALLSPARK_GROUP_GPUS"
+#: environment variable: how many ranks divide the model of a mixed group, if several do; they have memory to sum in
+MODEL_RANKS = "ALLSPARK_MODEL_RANKS"
 #: whether each compute thread is pinned to a CPU; otherwise to all CPUs of this process
 pin_threads = True
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())

@@ -86,6 +86,19 @@ def role_of(config: AsModelConfig, rank: int, world: int) -> Role:
     return Role(rank - models, len(nodes), mixed=True, experts=True, **more)
 
 
+def check_first_ranks(role: Role, unit: str, shared_memory: Any) -> None:
+    """Raises AllSparkError if several ranks are to compute the model of a mixed group without memory to sum in.
+
+    unit: the group's compute_unit. shared_memory: of its ranks; None: nothing is computed.
+    """
+    if role.model_ranks == 1 or shared_memory is None or shared_memory.first_count == role.model_ranks:
+        return
+    gpus = unit.partition("+")[0].partition(":")[2] if unit.startswith("CUDA:") else "0,1"
+    raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                        f"compute_unit={unit!r} divides the model among {role.model_ranks} ranks, which this group has "
+                        f"no memory for: start a group with allspark serve --gpus {gpus} --experts-on cpu")
+
+
 def exchange_sizes(graph: Graph, rows: int, entries: bool = False, entry_rows: int = 0) -> dict[str, Any]:
     """The native ExpertExchange's arguments for a whole model's graph and steps of up to `rows` rows.
 

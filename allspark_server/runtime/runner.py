@@ -33,7 +33,7 @@ from allspark_server.runtime.profile import (
 )
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
-from allspark_server.runtime.roles import exchange_sizes, role_of
+from allspark_server.runtime.roles import check_first_ranks, exchange_sizes, role_of
 from allspark_server.runtime.step_sizes import StepSizes, step_sizes
 from allspark_server.runtime.steps import DEPTH
 from allspark_server.runtime.tower import TowerRunner
@@ -104,6 +104,7 @@ class ModelRunner:
         """
         check_available(self.config.validate())
         config, role = self.config, self.role
+        check_first_ranks(role, self._unit, self.shared_memory)
         # The model's ranks of a mixed group sum and sample with no rank of experts.
         device = self._device = device_of(config, role.rank, role.world, self._pinned(), self._host_threads,
                                           self._peers)
@@ -517,7 +518,7 @@ class ModelRunner:
         """The shared memory of the ranks that this one sums and samples with; None if it is alone."""
         if not self.role.mixed or self.shared_memory is None:
             return self.shared_memory
-        return None if self.role.experts or self.role.world == 1 else self.shared_memory.first(self.role.world)
+        return None if self.role.experts or self.role.world == 1 else self.shared_memory.first_ranks(self.role.world)
 
     @property
     def sharers(self) -> int:

@@ -76,23 +76,27 @@ void bind_shared_memory(py::module_& m) {
   py::class_<SharedMemory, Communicator, std::shared_ptr<SharedMemory>>(
       m, "SharedMemory", "Shared memory between the ranks of a host (native/comm/shared_memory.h).")
       .def_static(
-          "bytes_needed", [](int) { return kSegments * sizeof(Segment); }, py::arg("size") = 1,
-          "Bytes that each rank allocates and zeroes.")
+          "bytes_needed", [](int, int first) { return SharedMemory::bytes_needed(first); }, py::arg("size") = 1,
+          py::arg("first") = 0, "Bytes that each rank allocates and zeroes.")
       .def(py::init([](int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
-                       double heartbeat_seconds, std::shared_ptr<Hosts> hosts, const std::vector<int>& sockets) {
+                       double heartbeat_seconds, std::shared_ptr<Hosts> hosts, const std::vector<int>& sockets,
+                       int first) {
              return std::make_shared<SharedMemory>(rank, size, addresses, spin, timeout, kernels().sum_partials,
-                                                   heartbeat_seconds, std::move(hosts), sockets);
+                                                   heartbeat_seconds, std::move(hosts), sockets, first);
            }),
            py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("spin"), py::arg("timeout"),
-           py::arg("heartbeat_seconds") = 1.0, py::arg("hosts") = nullptr, py::arg("sockets") = std::vector<int>())
+           py::arg("heartbeat_seconds") = 1.0, py::arg("hosts") = nullptr, py::arg("sockets") = std::vector<int>(),
+           py::arg("first") = 0, "first: how many first ranks may also sum by themselves, the same on all ranks.")
       .def_property_readonly("rank", &SharedMemory::rank)
       .def_property_readonly("size", &SharedMemory::size, "The number of ranks.")
       .def_property_readonly("exchange_seconds", &SharedMemory::exchange_seconds,
                              "Seconds that thread 0 has spent in the exchanges of steps.")
       .def_property_readonly("wait_seconds", &SharedMemory::wait_seconds,
                              "The part of them spent waiting for other ranks.")
-      .def("first", &SharedMemory::first, py::arg("count"), py::keep_alive<0, 1>(),
+      .def("first_ranks", &SharedMemory::first_ranks, py::arg("count"), py::keep_alive<0, 1>(),
            "The first ranks alone, for the collectives of what they compute. Each call returns the same object.")
+      .def_property_readonly("first_count", &SharedMemory::first_count,
+                             "How many ranks first_ranks() is for; 0: there is no memory for it.")
       .def("close", &SharedMemory::close, py::call_guard<py::gil_scoped_release>(),
            "Stops the heartbeats. Must be called before the memory is freed.")
       .def(

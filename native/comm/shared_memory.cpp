@@ -30,13 +30,14 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 SharedMemory::SharedMemory(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
                            SumPartials sum, double heartbeat_seconds, std::shared_ptr<Hosts> hosts,
-                           const std::vector<int>& sockets)
+                           const std::vector<int>& sockets, int first)
     : Communicator(rank, size),
       hosts_(std::move(hosts)),
       spin_(spin),
       timeout_(timeout),
       sum_(sum),
-      silence_(std::max(size, 0)) {
+      silence_(std::max(size, 0)),
+      first_count_(first) {
   if (size < 1 || rank < 0 || rank >= size || (int)addresses.size() != size)
     throw std::invalid_argument("shared memory: rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                 " with " + std::to_string(addresses.size()) +
@@ -44,6 +45,9 @@ SharedMemory::SharedMemory(int rank, int size, const std::vector<uintptr_t>& add
   if (size > kMaxRanks)
     throw std::invalid_argument("shared memory: " + std::to_string(size) + " ranks; a group has at most " +
                                 std::to_string(kMaxRanks));
+  if (first < 0 || first > size)
+    throw std::invalid_argument("shared memory: the first " + std::to_string(first) + " of " + std::to_string(size) +
+                                " ranks");
   if (!(heartbeat_seconds > 0)) throw std::invalid_argument("shared memory: heartbeat_seconds must be positive");
   for (uintptr_t a : addresses) {
     if (a == 0 || a % 64 != 0) throw std::invalid_argument("shared memory: segments must be aligned to 64 bytes");
@@ -75,11 +79,12 @@ void SharedMemory::close() {
   if (heartbeat_thread_.joinable()) heartbeat_thread_.join();
 }
 
-std::shared_ptr<SharedMemory> SharedMemory::first(int count) {
+std::shared_ptr<SharedMemory> SharedMemory::first_ranks(int count) {
   std::lock_guard<std::mutex> lock(making_first_);
-  if (hosts_ || all_ || rank_ >= count || count > size_ || (first_ && first_->size() != count))
-    throw std::invalid_argument("shared memory: the first " + std::to_string(count) + " of " + std::to_string(size_) +
-                                " ranks" + (first_ ? "; it was " + std::to_string(first_->size()) + " before" : ""));
+  if (hosts_ || count < 1 || count != first_count_ || rank_ >= count)
+    throw std::invalid_argument("shared memory: rank " + std::to_string(rank_) + " asks for the first " +
+                                std::to_string(count) + " of " + std::to_string(size_) +
+                                " ranks on one host; there is memory for the first " + std::to_string(first_count_));
   if (!first_) {
     std::vector<uintptr_t> addresses;
     for (int r = 0; r < count; r++) addresses.push_back(reinterpret_cast<uintptr_t>(segments_[r] + 1));

@@ -40,7 +40,6 @@ constexpr int kAllLanes = kLanes + 2;
 constexpr int kMaxRanks = 1024;
 constexpr size_t kLaneBytes = 256 << 10;   // of one buffer of a lane
 constexpr size_t kCommandBytes = 1 << 20;  // of one chunk of a command
-constexpr int kSegments = 2;               // of each rank: of the group, and of its first ranks
 
 struct alignas(64) Lane {
   Signal signal;
@@ -62,19 +61,25 @@ class SharedMemory : public Communicator, private LinkEnd {
  public:
   // addresses: every rank's segment, or its mirror on this host. sum: adds partials. heartbeat_seconds: the interval.
   // hosts: null if there is one host. sockets: on rank 0, to the first ranks of the other hosts in order; on such a
-  // rank, to rank 0. SharedMemory closes them.
+  // rank, to rank 0. SharedMemory closes them. first: how many first ranks may also sum by themselves; every rank then
+  // has two segments, and all ranks must name the same number. 0: none.
   SharedMemory(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout, SumPartials sum,
                double heartbeat_seconds = 1, std::shared_ptr<Hosts> hosts = nullptr,
-               const std::vector<int>& sockets = {});
+               const std::vector<int>& sockets = {}, int first = 0);
   ~SharedMemory() override { close(); }
+
+  // Bytes that each rank allocates and zeroes. first: as of the constructor.
+  static size_t bytes_needed(int first = 0) { return (first > 0 ? 2 : 1) * sizeof(Segment); }
 
   // Stops the heartbeats. Must be called before the memory is freed.
   void close();
 
   // The first `count` ranks alone, for the collectives of what they compute: the model's ranks of a mixed group. Called
   // by these ranks; each call returns the same object, which ends with the group and which this one must outlive.
-  // Throws std::invalid_argument for another count than before, or with several hosts.
-  std::shared_ptr<SharedMemory> first(int count);
+  // Throws std::invalid_argument for another count than the constructor's, or with several hosts.
+  std::shared_ptr<SharedMemory> first_ranks(int count);
+  // That count; 0: there is no memory for it.
+  int first_count() const { return first_count_; }
 
   bool spin() const override { return spin_; }
   double timeout() const override { return timeout_; }
@@ -188,7 +193,8 @@ class SharedMemory : public Communicator, private LinkEnd {
   uint32_t relayed_ = 0;  // chunks of commands that the link has passed on
 
   std::vector<Silence> silence_;  // of each rank
-  SharedMemory* all_ = nullptr;   // of first(): all ranks
+  const int first_count_;
+  SharedMemory* all_ = nullptr;  // of first_ranks(): all ranks
   mutable std::mutex making_first_;
   std::shared_ptr<SharedMemory> first_;
   std::mutex closing_;

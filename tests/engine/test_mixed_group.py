@@ -10,6 +10,7 @@ from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_launch.commands import top
 from allspark_launch.group.background import background_group
 from allspark_launch.pool.members import Member, Target
+from allspark_server.runtime.binding import MODEL_RANKS
 from support.metrics import metrics_of, samples
 from support.waiting import wait_for
 
@@ -23,11 +24,14 @@ MODEL = "glm4-moe"     # a dense layer, a shared expert
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda n: f"{n}experts")
 def group(request):
     experts = request.param
-    with background_group(["--experts-on", "cpu", "--ranks", str(1 + experts)], timeout=60) as started, \
-            ClientEngine(started.addresses[0]) as engine:
-        yield SimpleNamespace(engine=engine, experts=experts, supervisor=started.supervisor_pid,
-                              address=started.addresses[0],
-                              unit={"compute_unit": "CPU:0+CPU:" + ",".join(["0"] * experts)})
+    words = ["--experts-on", "cpu", "--ranks", str(1 + experts)]
+    with pytest.MonkeyPatch.context() as environment:
+        if experts > 1:     # as with two GPUs, for test_two_ranks_of_the_model
+            environment.setenv(MODEL_RANKS, "2")
+        with background_group(words, timeout=60) as started, ClientEngine(started.addresses[0]) as engine:
+            yield SimpleNamespace(engine=engine, experts=experts, supervisor=started.supervisor_pid,
+                                  address=started.addresses[0],
+                                  unit={"compute_unit": "CPU:0+CPU:" + ",".join(["0"] * experts)})
 
 
 @pytest.fixture(scope="module")

@@ -18,14 +18,15 @@ MAPPED = []  # stays: windows beat in it until they are closed
 class Ranks:
     """`size` windows over one anonymous shared mapping, as MPI.Win.Allocate_shared would give them to processes."""
 
-    def __init__(self, size, timeout=20.0, spin=False, heartbeat_seconds=1.0):
-        step = (_native.SharedMemory.bytes_needed(size) + 4095) // 4096 * 4096
+    def __init__(self, size, timeout=20.0, spin=False, heartbeat_seconds=1.0, first=0):
+        step = (_native.SharedMemory.bytes_needed(size, first) + 4095) // 4096 * 4096
         self.memory = mmap.mmap(-1, step * size)
         self.view = np.frombuffer(self.memory, np.uint8)
         MAPPED.append(self.view)
         base = self.view.ctypes.data
         addresses = [base + r * step for r in range(size)]
-        self.windows = [_native.SharedMemory(r, size, addresses, spin, timeout, heartbeat_seconds) for r in range(size)]
+        self.windows = [_native.SharedMemory(r, size, addresses, spin, timeout, heartbeat_seconds, first=first)
+                        for r in range(size)]
 
     def run(self, function, timeout=30):
         """Calls function(shared_memory) for every rank at once. Returns results in rank order, or raises an error."""
@@ -153,30 +154,43 @@ def test_collectives_of_all_kinds_follow_one_another():
 
 
 def test_the_first_ranks_sum_by_themselves():
-    """Beside the collectives of all, of which the others take no part in theirs; an abort of either ends both."""
-    ranks = Ranks(4)
+    """The last rank takes part only in the collectives of all ranks."""
+    ranks = Ranks(4, first=3)
 
     def run(shared_memory):
         x = np.full(5000, shared_memory.rank + 1, np.float32)
         if shared_memory.rank < 3:
-            first = shared_memory.first(3)
-            assert first.size == 3 and shared_memory.first(3) is first
+            first = shared_memory.first_ranks(3)
+            assert first.size == 3 and shared_memory.first_ranks(3) is first
             first.all_reduce(x, 2)
             assert first.broadcast(b"of rank 0" if not first.rank else b"") == b"of rank 0"
-            with pytest.raises(ValueError, match="the first 2 of 4 ranks; it was 3 before"):
-                shared_memory.first(2)
+            with pytest.raises(ValueError, match="the first 2 of 4 ranks on one host; there is memory for the first 3"):
+                shared_memory.first_ranks(2)
         else:
-            with pytest.raises(ValueError, match="the first 3 of 4 ranks"):
-                shared_memory.first(3)
+            with pytest.raises(ValueError, match="rank 3 asks for the first 3 of 4 ranks"):
+                shared_memory.first_ranks(3)
         shared_memory.gather(b"a")
         return x[0]
 
     assert ranks.run(run) == [6, 6, 6, 4]
-    ranks.windows[1].first(3).abort("a rank of the model is lost")
-    with pytest.raises(RuntimeError, match="a rank of the model is lost"):
-        ranks.windows[3].gather(b"a")
-    with pytest.raises(RuntimeError, match="a rank of the model is lost"):
-        ranks.windows[0].first(3).all_reduce(np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("by_first", [True, False])
+def test_an_abort_ends_the_waits_of_the_first_ranks_and_of_all(by_first):
+    ranks = Ranks(4, first=3)
+    (ranks.windows[1].first_ranks(3) if by_first else ranks.windows[3]).abort("a rank is lost")
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        ranks.windows[2].gather(b"a")
+    with pytest.raises(RuntimeError, match="a rank is lost"):
+        ranks.windows[0].first_ranks(3).all_reduce(np.zeros(3, np.float32))
+
+
+def test_memory_for_the_first_ranks_only_where_it_is_asked_for():
+    assert _native.SharedMemory.bytes_needed(4, 3) == 2 * _native.SharedMemory.bytes_needed(4)
+    with pytest.raises(ValueError, match="there is memory for the first 0"):
+        Ranks(2).windows[0].first_ranks(1)
+    with pytest.raises(ValueError, match="the first 3 of 2 ranks"):
+        Ranks(2, first=3)
 
 
 @pytest.mark.parametrize("call", [lambda w: w.all_reduce(np.zeros(10, np.float32)), lambda w: w.broadcast(),

@@ -13,7 +13,7 @@ from allspark_server import _native
 from allspark_server.models.roles import experts_part, model_part
 from allspark_server.runtime import rank_model
 from allspark_server.runtime.rank_models import RankModels
-from allspark_server.runtime.roles import Role, role_of
+from allspark_server.runtime.roles import Role, check_first_ranks, role_of
 
 checkpoints = pytest.importorskip("support.checkpoints")    # needs torch and transformers
 from support import quantized_checkpoints
@@ -224,6 +224,15 @@ def test_what_is_refused():
     for unit in ("CPU:0+CUDA:0", "CPU:0+", "CPU:0+CPU:0+CPU:0"):
         with pytest.raises(ValueError, match="compute_unit"):
             AsModelConfig(compute_unit=unit)
+
+
+def test_a_group_without_memory_for_several_ranks_of_the_model_refuses_them():
+    for rank in range(3):
+        role = role_of(AsModelConfig(model_name="m", model_path="/m", compute_unit="CUDA:2,3+CPU:0"), rank, 3)
+        check_first_ranks(role, "CUDA:2,3+CPU:0", SimpleNamespace(first_count=2))
+        with pytest.raises(AllSparkError, match="among 2 ranks, which .* no memory for: .* --gpus 2,3 --experts-on"):
+            check_first_ranks(role, "CUDA:2,3+CPU:0", SimpleNamespace(first_count=0))
+    check_first_ranks(Role(0, 1, mixed=True), "CPU:0+CPU:0", SimpleNamespace(first_count=0))
 
 
 def test_a_model_without_experts_is_refused():

@@ -17,17 +17,17 @@ PAGE = 4096
 SHARED_MEMORY = []     # keeps the shared memory alive: ranks write heartbeats into it until they are closed
 
 
-def shared_memories(world: int) -> list:
-    """The shared memory of each rank; None for a single rank."""
+def shared_memories(world: int, first: int = 0) -> list:
+    """The shared memory of each rank; None for a single rank. first: how many ranks divide a mixed group's model."""
     if world == 1:
         return [None]
     from allspark_server import _native
-    size = -(-_native.SharedMemory.bytes_needed(world) // PAGE) * PAGE
+    size = -(-_native.SharedMemory.bytes_needed(world, first) // PAGE) * PAGE
     memory = np.zeros(size * world + PAGE, np.uint8)
     SHARED_MEMORY.append(memory)
-    first = -(-memory.ctypes.data // PAGE) * PAGE
-    addresses = [first + rank * size for rank in range(world)]
-    return [_native.SharedMemory(rank, world, addresses, False, 60.0) for rank in range(world)]
+    base = -(-memory.ctypes.data // PAGE) * PAGE
+    addresses = [base + rank * size for rank in range(world)]
+    return [_native.SharedMemory(rank, world, addresses, False, 60.0, first=first) for rank in range(world)]
 
 
 def spans_of_groups(info, spans: list[int]) -> list[list[int]]:
@@ -50,8 +50,9 @@ class Driver:
         self.config = AsModelConfig(model_name="test", model_path=str(directory), **{
             "engine_max_length": 1024, "engine_max_batch": 2, "num_threads": 2 if world == 1 else 1, **fields})
         self.pool = ThreadPoolExecutor(world)
+        models = len(self.config.device_ids) if self.config.expert_nodes else 1
         self.runners = [ModelRunner(self.config, rank=rank, world=world, shared_memory=shared_memory)
-                        for rank, shared_memory in enumerate(shared_memories(world))]
+                        for rank, shared_memory in enumerate(shared_memories(world, models if models > 1 else 0))]
         spans = min(self._each(lambda runner: runner.load()))
         digests, addresses = [each.digest for each in self.runners], [each.address for each in self.runners]
         self._each(lambda runner: runner.connect(addresses))

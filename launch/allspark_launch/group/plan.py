@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from allspark_server.options import EVERY_RANK, FIRST_RANK, rank_words
-from allspark_server.runtime.binding import GROUP_GPUS, memory_policy_allowed
+from allspark_server.runtime.binding import GROUP_GPUS, MODEL_RANKS, memory_policy_allowed
 from allspark_server.runtime.reservations import CpuReservation, planning
 
 from ..machine.gpus import ORDER
@@ -126,6 +126,8 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     if options.gpus:
         # GPUs have the numbers that `allspark topology` shows. Ranks are pinned near these GPUs and use no others.
         environment |= ORDER | {GROUP_GPUS: ",".join(map(str, options.gpus))}
+        if options.experts_on and len(options.gpus) > 1:
+            environment[MODEL_RANKS] = str(len(options.gpus))
     return GroupPlan(placement, mpi, command, environment)
 
 

@@ -440,6 +440,12 @@ def test_mistakes_are_reported(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_doctor_counts_at_least_the_shared_memory_that_a_rank_takes():
+    from allspark_server import _native
+    needed = _native.SharedMemory.bytes_needed(2)
+    assert needed <= doctor.SHARED_MEMORY_PER_RANK < needed + (4 << 20)
+
+
 def test_doctor_on_shared_memory_that_others_may_change(monkeypatch, tmp_path):
     machine = read_topology()
     monkeypatch.setattr(doctor, "trusted", lambda path: False)
