@@ -48,6 +48,8 @@ class ExpertExchange {
 
   bool holds_experts() const { return rank_ > 0; }
   int expert_ranks() const { return size_ - 1; }
+  // The number in the group of a rank that takes part, for messages.
+  int number_of(int rank) const { return rank ? rank + others_ : 0; }
   double timeout() const { return ranks_->timeout(); }  // seconds
   const ExpertShape& shape() const { return shape_; }
   // The address by which other ranks open this rank's memory.
@@ -145,9 +147,6 @@ class ExpertExchange {
   Dispatch& dispatch() const { return *reinterpret_cast<Dispatch*>(blocks_[0].data()); }
   Returned& returned(int rank) const { return *reinterpret_cast<Returned*>(blocks_[rank].data()); }
   struct Address;
-
-  // The rank of the group.
-  int number_of(int rank) const { return rank ? rank + others_ : 0; }
 
   const std::shared_ptr<SharedMemory> ranks_;
   const int others_, rank_, size_;  // ranks that take no part; this rank among those that do, and their number

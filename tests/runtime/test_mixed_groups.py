@@ -271,6 +271,10 @@ def test_a_wait_ends_with_the_group():
     other = _native.ExpertExchange(memories[1], 5, 8, 2, 8)
     with pytest.raises(ValueError, match="rank 1 is of another build, group or model"):
         _native.ExpertExchange(memories[0], 4, 8, 2, 8).connect([addresses[0], other.address])
+    three = shared_memories(3)      # the second one computes the model, too: a rank's number is that of the group
+    first, last = (_native.ExpertExchange(three[rank], 4 + (rank > 0), 8, 2, 8, model_ranks=2) for rank in (0, 2))
+    with pytest.raises(ValueError, match="rank 2 is of another build, group or model"):
+        first.connect([first.address, last.address])
     with pytest.raises(ValueError, match="sizes must be positive"):
         _native.ExpertExchange(memories[0], 0, 8, 2, 8)
 

@@ -62,7 +62,7 @@ void ExpertRanks::check_waits() const {
   const int failed = const_cast<const volatile Told*>(told_.as<Told>())->failed;
   if (failed)
     throw std::runtime_error("rank 0 waited " + std::to_string((int)exchange_->timeout()) + " s on its GPU for rank " +
-                             std::to_string(failed) +
+                             std::to_string(exchange_->number_of(failed)) +
                              " in routed experts: its process has ended, is stopped, or did not run the step; the "
                              "group is given up");
 }
