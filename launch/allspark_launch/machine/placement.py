@@ -135,8 +135,8 @@ def place_mixed(topology: Topology, ranks: int = 0, nodes: list[int] | None = No
 
     ranks: all of them; 0 is one of experts per node besides those of the model. gpus: one rank of the model computes on
     each, with few cores of its node; none: rank 0 computes on an equal part of the first node's cores. They leave the
-    other cores of their nodes to the ranks of experts there. share: see place_on_gpus(). Raises ValueError as place()
-    and place_on_gpus() do.
+    other cores of their nodes to the ranks of experts there; where there are too few, they have one each in turn, and
+    the ranks of experts all. share: see place_on_gpus(). Raises ValueError as place() and place_on_gpus() do.
     """
     models = len(gpus or [0])
     if 0 < ranks <= models:
@@ -154,19 +154,19 @@ def place_mixed(topology: Topology, ranks: int = 0, nodes: list[int] | None = No
         homes = [topology.node(rank.node) for rank in place_on_gpus(topology, gpus, share=share).ranks]
         parts = [GPU_RANK_CORES if len(home.cores) >= 4 * GPU_RANK_CORES * homes.count(home) else 1 for home in homes]
     left = {node.id: node.cores for node in topology.nodes}
-    own, shared = [], []    # cores of each rank of the model; nodes whose ranks share cores
-    for home, part in zip(homes, parts):
-        cores, rest = left[home.id][:part], left[home.id][part:]
-        if not part or (not rest and home in chosen):
-            cores = home.cores[:max(part, 1)]
-            rest = cores
-            shared.append(home)
-        own.append(cores)
-        left[home.id] = rest
+    own, shared = [], {}    # cores of each rank of the model; nodes whose ranks share all of their cores
+    for rank, (home, part) in enumerate(zip(homes, parts)):
+        if not part or len(home.cores) < homes.count(home) + (home in chosen[:experts]):
+            turn = homes[:rank].count(home) % len(home.cores)
+            own.append(home.cores[turn:turn + 1])
+            shared[home.id] = home
+        else:
+            own.append(left[home.id][:part])
+            left[home.id] = left[home.id][part:]
     others = replace(topology, nodes=[replace(n, cores=left[n.id]) if n in homes and n in chosen else n
                                       for n in topology.nodes])
     result = place(others, experts, nodes, cpus_per_rank, use_siblings, memory_nodes, first=models)
-    for home in shared[:1]:
+    for home in shared.values():
         result.oversubscribed = True
         result.warnings.append(f"the ranks on NUMA node {home.id} share its {len(home.cores)} usable core(s); waiting "
                                "threads will sleep at once instead of spinning")
@@ -174,6 +174,7 @@ def place_mixed(topology: Topology, ranks: int = 0, nodes: list[int] | None = No
         one = _place_rank(topology, result, replace(home, cores=cores), rank, 0, 1, 0 if gpus else cpus_per_rank,
                           use_siblings)
         result.ranks.insert(rank, replace(one, gpu=gpus[rank] if gpus else None))
+    result.ranks = [replace(rank, whole_node=rank.whole_node and rank.node not in shared) for rank in result.ranks]
     _obey_limits(result, topology, cpus_per_rank)
     return result
 

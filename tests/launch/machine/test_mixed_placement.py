@@ -56,6 +56,31 @@ def test_few_cores_are_shared(tmp_path):
         place_mixed(topology, nodes=[7])
 
 
+def shares(placement):
+    """The nodes that warnings name, and that the threads' waits sleep."""
+    assert placement.oversubscribed and not any(rank.whole_node for rank in placement.ranks if rank.gpu is not None)
+    return [warning.split(" share its")[0] for warning in placement.warnings]
+
+
+def test_more_gpus_than_cores(tmp_path):
+    def on(name, cores, gpus, **where):
+        return place_mixed(read_topology(machine(tmp_path / name, cores)), gpus=gpus, **where)
+
+    placement = on("elsewhere", {0: [[0]], 1: [[1], [2]]}, [0, 1, 2], nodes=[1])    # no experts on the shared node
+    assert places(placement) == [(0, 0, 0, (0,)), (1, 1, 1, (1,)), (2, 0, 2, (0,)), (3, 1, None, (2,))]
+    assert shares(placement) == ["the ranks on NUMA node 0"]
+    placement = on("two", {0: [[0], [1]]}, [0, 1])
+    assert places(placement) == [(0, 0, 0, (0,)), (1, 0, 1, (1,)), (2, 0, None, (0, 1))]
+    assert shares(placement) == ["the ranks on NUMA node 0"]
+    placement = on("three", {0: [[0], [1], [2]]}, [0, 1, 2, 3])
+    assert places(placement) == [(0, 0, 0, (0,)), (1, 0, 1, (1,)), (2, 0, 2, (2,)), (3, 0, 3, (0,)),
+                                 (4, 0, None, (0, 1, 2))]
+    assert shares(placement) == ["the ranks on NUMA node 0"]
+    placement = on("both", {0: [[0]], 1: [[1]]}, [0, 1])
+    assert places(placement) == [(0, 0, 0, (0,)), (1, 1, 1, (1,)), (2, 0, None, (0,)), (3, 1, None, (1,))]
+    assert shares(placement) == ["the ranks on NUMA node 0", "the ranks on NUMA node 1"]
+
+
 def test_the_command_line(monkeypatch, two_nodes):
     monkeypatch.setattr("allspark_launch.group.plan.read_topology", lambda: two_nodes)
     line = plan_group(GroupOptions(models=["/m"], experts_on="cpu")).line
@@ -65,5 +90,8 @@ def test_the_command_line(monkeypatch, two_nodes):
     assert "ALLSPARK_GROUP_GPUS=0" in line or "GPUS=0" in line
     line = plan_group(GroupOptions(models=["/m"], experts_on="cpu", gpus=[0, 1])).line
     assert '"compute_unit": "CUDA:0,1+CPU:0,1"' in line and line.count("--ranks 4") == 4
+    assert "ALLSPARK_MODEL_RANKS=2" in line     # only then: see SharedMemory.first_ranks
+    for options in (GroupOptions(models=["/m"], experts_on="cpu", gpus=[0]), GroupOptions(models=["/m"], gpus=[0, 1])):
+        assert "ALLSPARK_MODEL_RANKS" not in plan_group(options).line
     with pytest.raises(ValueError, match="a mixed group on several hosts is not available yet"):
         plan_group(GroupOptions(models=["/m"], experts_on="cpu", hosts="a,b"))
