@@ -79,7 +79,7 @@ void CudaExecutor::stream_experts(std::shared_ptr<const ExpertPanels> panels, co
 
 CudaExecutor::ExpertTimes CudaExecutor::expert_times() const {
   ExpertTimes times;
-  if (!expert_ranks_) return times;
+  if (!allocated() || !expert_ranks_) return times;
   std::tie(times.messages, times.waited) = expert_ranks_->waited();
   for (int n = 0; n < expert_exchange_->expert_ranks(); n++)
     times.computed.push_back(expert_exchange_->computed(n).nanoseconds);
@@ -136,6 +136,7 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   for (const auto& draft : drafts_)
     draft->runner_->share_hidden(*runner_), draft_runners_.emplace_back(*draft->runner_);
   make_decoder();
+  allocated_.store(true, std::memory_order_release);
 }
 
 void CudaExecutor::make_decoder() {

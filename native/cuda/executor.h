@@ -1,5 +1,6 @@
 // One rank's model on its GPU. Its weights and program are built, then compiled. Then it runs steps.
 #pragma once
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -49,13 +50,15 @@ class CudaExecutor : public Model {
   void stream_experts(std::shared_ptr<const ExpertPanels> panels, const StreamLimits& limits, size_t hot_bytes);
   const ExpertStream* expert_stream() const { return expert_stream_.get(); }
   const HotExperts* hot_experts() const { return hot_experts_.get(); }
-  // In a mixed group, since allocate(): messages that the GPU has sent, nanoseconds until it saw all answers to each,
-  // and in which each rank of experts has computed them.
+  // Whether allocate() has ended. Only then may threads that do not load read hot_experts() and expert_stream().
+  bool allocated() const { return allocated_.load(std::memory_order_acquire); }
+  // In a mixed group, since allocate(), before which all are 0: messages that the GPU has sent, nanoseconds until it
+  // saw all answers to each, and in which each rank of experts has computed them. Any thread may call it.
   struct ExpertTimes {
     int64_t messages = 0, waited = 0;
     std::vector<int64_t> computed;
   };
-  ExpertTimes expert_times() const;  // any thread may call it between allocate() and the end
+  ExpertTimes expert_times() const;
   // Compiles the program; afterwards program and weights may not change. masks: how many masks plans may refer to.
   // adapters: how many adapters plans may refer to, if the program has ops for them. drafts: a draft model, or
   // the layers of a draft head, on the same GPU and allocated with the same spans.
@@ -131,6 +134,7 @@ class CudaExecutor : public Model {
   std::vector<std::shared_ptr<CudaExecutor>> drafts_;
   std::deque<DraftRunner> draft_runners_;  // of drafts_
   std::optional<QueuedDecoder> decoder_;
+  std::atomic<bool> allocated_{false};
 };
 
 }  // namespace as::cuda

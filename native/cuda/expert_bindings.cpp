@@ -40,7 +40,7 @@ void bind_expert_stream(py::class_<CudaExecutor, StepModel, std::shared_ptr<Cuda
   executor.def_property_readonly(
       "expert_uses",
       [](const CudaExecutor& e) {
-        const HotExperts* const hot = e.hot_experts();
+        const HotExperts* const hot = e.allocated() ? e.hot_experts() : nullptr;
         return hot ? std::make_pair(hot->hits(), hot->entries()) : std::make_pair((int64_t)0, (int64_t)0);
       },
       "How many entries were of hot experts, and how many there were, in steps that ranks of experts computed, too.");
@@ -71,7 +71,8 @@ void bind_expert_stream(py::class_<CudaExecutor, StepModel, std::shared_ptr<Cuda
       "split_experts", [](const CudaExecutor& e) { return e.expert_stream() ? e.expert_stream()->split_experts() : 0; },
       "How many experts ranks of experts computed in these steps, over all layers.");
   executor.def_property_readonly(
-      "streamed_rows", [](const CudaExecutor& e) { return e.expert_stream() ? e.expert_stream()->computed_rows() : 0; },
+      "streamed_rows",
+      [](const CudaExecutor& e) { return e.allocated() && e.expert_stream() ? e.expert_stream()->computed_rows() : 0; },
       "How many rows, over all layers, had their experts computed by the GPU after stream_experts().");
 }
 
