@@ -163,6 +163,7 @@ class RankModels:
         self._ended = 0.0           # when the last one ended
         self.steps, self.step_seconds = 0, 0.0
         self._expert_counts = Counter[str]()    # of models that were unloaded
+        self._counting = threading.Lock()       # a model's counts are in one of both: a counter never falls
         self.placement: dict = {}   # where this process's memory was after the last load
         self.served = False         # whether a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
@@ -270,9 +271,10 @@ class RankModels:
     def numbers(self) -> dict:
         """This rank's figures for the supervisor. Any thread may call it."""
         found = {"steps": self.steps, "step_seconds": round(self.step_seconds, 6), **self.placement}
-        counts = Counter(self._expert_counts)
-        for runner in list(self.runners.values()):
-            counts.update(runner.expert_counts)
+        with self._counting:
+            counts = Counter(self._expert_counts)
+            for runner in list(self.runners.values()):
+                counts.update(runner.expert_counts)
         waited = counts.pop("expert_wait_seconds", 0)   # a GPU's, which the shared memory does not know of
         if self.shared_memory is not None:
             found |= {"exchange_seconds": round(self.shared_memory.exchange_seconds + waited, 6),
@@ -398,7 +400,9 @@ class RankModels:
 
     def _unload(self, name: str) -> None:
         self._towers.pop(tower_name(name), None)
-        runner = self.runners.pop(name, None)
+        with self._counting:
+            runner = self.runners.pop(name, None)
+            if runner is not None:
+                self._expert_counts.update(runner.expert_counts)
         if runner is not None:
-            self._expert_counts.update(runner.expert_counts)
             runner.close()

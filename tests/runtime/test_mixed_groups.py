@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -198,6 +199,28 @@ def test_messages_and_rows_are_counted():
         assert [model.numbers.get("expert_messages") for model in models] == [None, messages, messages]
         models[1]._unload("m")      # a counter does not fall
         assert models[1].numbers["expert_rows"] == rows and not models[1].runners
+
+
+def test_counters_do_not_fall_while_a_model_is_unloaded():
+    asked = threading.Event()
+
+    class Slow:
+        @property
+        def expert_counts(self):
+            asked.set()
+            time.sleep(0.1)
+            return {"expert_rows": 5}
+
+        def close(self):
+            pass
+
+    models = RankModels(1, 2, None)
+    models.runners["m"] = Slow()
+    unloading = threading.Thread(target=models._unload, args=("m",))
+    unloading.start()
+    assert asked.wait(10) and models.numbers["expert_rows"] == 5
+    unloading.join()
+    assert models.numbers["expert_rows"] == 5 and not models.runners
 
 
 def test_a_shared_expert_is_computed_before_the_sums_are_awaited():
