@@ -77,14 +77,15 @@ def top(options: argparse.Namespace) -> int:
 def _shares(ranks: Sequence[pb.RankState]) -> tuple[list[str], list[str]]:
     """The parts of their steps' time that ranks exchange and wait, as texts, and notes about ranks of experts.
 
-    In a mixed group, the parts are those of the rank that computes the model, as the others wait for it by design.
+    In a mixed group, the parts are those of the model's first rank, which has the messages: ranks of experts wait for
+    it by design, and those of its other GPUs count their waits as computing.
     """
     def parts(chosen: Sequence[pb.RankState]) -> list[float]:
         spent = [sum(getattr(rank, f"{part}_seconds") for rank in chosen) for part in ("compute", "exchange", "wait")]
         return [part / sum(spent) for part in spent] if sum(spent) else []
 
     experts = [rank for rank in ranks if rank.expert_messages]
-    found = parts([rank for rank in ranks if not rank.expert_messages])[1:]
+    found = parts(ranks[:1] if experts else ranks)[1:]
     shares = [f"{100 * part:.1f}%" for part in found] or ["-", "-"]
     if not experts:
         return shares, []

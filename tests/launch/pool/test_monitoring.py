@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from allspark_client import ClientEngine
+from allspark_client._proto import allspark_pb2 as pb
 from allspark_launch import resource_folder
 from allspark_launch.commands import top
 from allspark_launch.pool.members import Member, Target, placed_share
@@ -78,6 +79,8 @@ def test_top_of_a_mixed_group(member):
         assert line.endswith("3 restarts, experts compute 60% of steps, 4.0 rows a layer, 75% hot")
         ranks = one.info().ranks
     assert top._shares(ranks) == (["20.0%", "10.0%"], ["experts compute 60% of steps, 4.0 rows a layer, 75% hot"])
+    second = pb.RankState(compute_seconds=20.0)     # another GPU of the model
+    assert top._shares([ranks[0], second, *ranks[1:]])[0] == ["20.0%", "10.0%"]
     ranks[0].exchange_seconds = ranks[0].wait_seconds = ranks[0].expert_uses = 0
     assert top._shares(ranks) == (["0.0%", "0.0%"], ["experts compute 60% of steps, 4.0 rows a layer"])
     ranks[1].expert_messages = ranks[1].expert_rows = 0
