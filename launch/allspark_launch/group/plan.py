@@ -158,8 +158,7 @@ def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None
     def place_on(machine: Topology) -> Placement:
         if agents is not None:
             return _place_on_hosts(replace(options, numa_nodes=numa_nodes), machine, ranks, bind_memory, agents, others)
-        from allspark_server.runtime.device import SHARED_GPUS
-        shares = os.environ.get(SHARED_GPUS) == "1"
+        shares = bool(options.gpus) and _may_share_gpus()
         if options.experts_on:
             return place_mixed(machine, ranks, numa_nodes, options.gpus, options.cpus_per_rank, options.use_siblings,
                                options.memory_nodes, shares)
@@ -172,6 +171,12 @@ def _place_group(options: GroupOptions, bind_memory: bool, agents: Agents | None
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
                                   "SYS_NICE for it); memory is placed by first touch")
     return placement
+
+
+def _may_share_gpus() -> bool:
+    """Whether ranks may share a GPU, for tests."""
+    from allspark_server.runtime.device import SHARED_GPUS
+    return os.environ.get(SHARED_GPUS) == "1"
 
 
 def _place_beside_others(options: GroupOptions, topology: Topology, reserved: CpuReservation | None,
