@@ -70,7 +70,7 @@ def engine_of() -> Iterator[Callable[[str], AbstractEngine]]:
 
 
 def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
-    from support.units import EXPERT_RANKS, GPUS
+    from support.units import EXPERT_RANKS, GPUS, MODELS
 
     if name == "engine":
         from allspark_server import Engine
@@ -80,16 +80,18 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
         return Engine()
     from allspark_client import ClientEngine
     from allspark_launch.group.background import background_group
+    from allspark_server.runtime.binding import MODEL_RANKS
     from support.blocking import BlockingEngine
 
     kind, ranks = name.split("-")
-    if EXPERT_RANKS and int(ranks) > 1:
-        pytest.skip("a mixed group has one rank of the model")
-    if GPUS and int(ranks) != len(GPUS):
-        pytest.skip(f"each rank has a GPU, and ALLSPARK_TEST_UNIT names {len(GPUS)}")
+    if MODELS and int(ranks) != MODELS:
+        pytest.skip(f"ALLSPARK_TEST_UNIT names {MODELS} ranks of the model")
     words = ["--gpus", ",".join(GPUS)] if GPUS else [] if EXPERT_RANKS else ["--ranks", ranks]
-    words += ["--experts-on", "cpu", "--ranks", str(1 + EXPERT_RANKS)] if EXPERT_RANKS else []
-    group = stack.enter_context(background_group(words, timeout=60.0))
+    words += ["--experts-on", "cpu", "--ranks", str(MODELS + EXPERT_RANKS)] if EXPERT_RANKS else []
+    with pytest.MonkeyPatch.context() as environment:
+        if EXPERT_RANKS and MODELS > 1:     # the launcher sets it for GPUs alone
+            environment.setenv(MODEL_RANKS, str(MODELS))
+        group = stack.enter_context(background_group(words, timeout=60.0))
     return (BlockingEngine if kind == "async" else ClientEngine)(group.addresses[0])
 
 
