@@ -134,7 +134,8 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
     gpus = GaugeMetricFamily("allspark_rank_gpu_memory_bytes", "Memory of a rank's GPU",
                              labels=["rank", "gpu", "state"])
     messages = CounterMetricFamily("allspark_rank_expert_messages", "Messages for which a rank of experts of a mixed "
-                                   "group has computed its experts: one for each layer of a step", labels=["rank"])
+                                   "group has computed its experts: at most one for each layer of a step",
+                                   labels=["rank"])
     rows = CounterMetricFamily("allspark_rank_expert_rows", "Rows of these messages", labels=["rank"])
     uses = CounterMetricFamily("allspark_rank_expert_uses", "Experts that rows have chosen, where the GPU of a mixed "
                                "group has hot experts, by whether it had them", labels=["rank", "hot"])

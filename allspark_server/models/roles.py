@@ -18,7 +18,7 @@ def model_part(graph: Graph, sends: bool = True) -> Graph:
     """What a rank of the model computes. sends: it is the first of them, which exchanges messages with ranks of
     experts; others take zeros for their sums, which the sum over the model's ranks adds to the first one's. They have
     the same ops, because ranks exchange rows as their readers store them. ValueError if the graph has no routed
-    experts, or routes others' rows.
+    experts, or routes rows other than those of a step or its outputs.
     """
     ops: list[Op] = []
     elsewhere: dict[str, Any] = {} if sends else {"elsewhere": True}

@@ -39,7 +39,9 @@ class Role:
         return self.experts or (self.mixed and self.rank == 0)
 
     def config_of(self, config: AsModelConfig) -> AsModelConfig:
-        """The config of the rank's own part of a group: compute_unit names its device alone."""
+        """The config of the rank's own part of a group: compute_unit names all of the model's devices, or for a rank of
+        experts CPU:0.
+        """
         if not self.mixed:
             return config
         own = copy.copy(config)

@@ -150,7 +150,8 @@ StepOutput Executor::compute_experts() {
   exchange_->begin_step();
   while (exchange_->await_message()) {
     dispatched_.rows.resize(exchange_->message_rows()), dispatched_.outputs.resize(exchange_->message_outputs());
-    if (dispatched_.rows.empty()) exchange_->take(), exchange_->send_sums();  // of padding rows of a GPU
+    // A message without rows: the GPU's step had only padding.
+    if (dispatched_.rows.empty()) exchange_->take(), exchange_->send_sums();
     else runner_->run_experts(dispatched_, exchange_->message_layer());
   }
   return {};

@@ -162,7 +162,8 @@ OP(combine_experts, kTwo, kOne, kNone, false, RowRule::combined, {}, check_combi
 // In a mixed group, the model's rank sends rows (first input), with the experts that the router of the second input's row
 // set has chosen for each, to ranks that hold slices of the experts; and outputs the sum of the partial sums that these
 // return, in rank order. layer: the number of these experts among all that are sent rows, on both sides. elsewhere:
-// another one of several ranks of the model does so; nothing, and zeros, which a sum over these ranks adds to its sum.
+// another model rank exchanges the messages. dispatch_rows then sends nothing and returned_sums outputs zeros; the
+// all-reduce that follows adds the sender's sums.
 OP(dispatch_rows, kTwo, kNone, kNone, false, RowRule::none, {at_least_0(whole("layer")), flag("elsewhere")},
    check_dispatch_rows, each_value<0>)
 OP(returned_sums, kNone, kOne, kNone, false, RowRule::plain, {flag("elsewhere")}, check_nothing, each_value<1>)

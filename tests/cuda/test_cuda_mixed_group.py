@@ -88,7 +88,9 @@ def test_a_lost_rank_while_experts_move(group, first, victim):
 
 
 def test_two_gpus(monkeypatch):
-    """One after the other on one GPU, if there is no second one. The bits are the same in all ways, as with one."""
+    """Ranks in turn on one GPU, if there is no second one. Hot experts, prompts' experts and the batch do not change
+    bits; a mixed group with one GPU, whose sums have another order, is not compared.
+    """
     gpus = "0,1" if cuda_library().device_count() > 1 else "0,0"
     monkeypatch.setenv("ALLSPARK_TEST_SHARED_GPUS", "1")
     form = {"weight_dtype": "int8", "weight_group_size": 0, "compute_unit": f"CUDA:{gpus}+CPU:0,0",

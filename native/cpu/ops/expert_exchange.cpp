@@ -93,7 +93,7 @@ class ReturnedSums : public ExchangeOp {
   std::vector<const float*> sums_;
 };
 
-// Of a rank that leaves that to another one.
+// Of a rank of the model where another one exchanges the messages: zeros, to which the all-reduce adds its sums.
 class NoSums : public RowOp {
  public:
   explicit NoSums(const Binding& b) : out_(b.parts[0].out()), threads_(b.core.pool.size()) {}
