@@ -22,6 +22,7 @@
 #include "cuda/kernels/common/dtype16.h"
 #include "cuda/kernels/moe/dispatch.h"
 #include "cuda/kernels/norm/norm.h"
+#include "cuda/weights/dtype16.h"
 #include "timing.h"
 
 using namespace as::cuda;
@@ -142,12 +143,6 @@ static Matrix in_tiles(int n, int k, int experts, uint64_t seed) {
   return m;
 }
 
-static uint16_t rounded(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 // Both products of experts; how many of the last values differ from those of the kernels for few entries, in float32
 // and rounded to bfloat16.
 static void experts_of(int rows, int hidden, int inner, int experts, int top, float skew, bool timed) {
@@ -184,7 +179,7 @@ static void experts_of(int rows, int hidden, int inner, int experts, int top, fl
       for (int j = 0; j < hidden; j++) {
         const float value = right[before[i] * (size_t)hidden + j];
         other += std::memcmp(&value, &found[e.entry_of[i] * (size_t)hidden + j], 4) != 0;
-        other16 += rounded(value) != found16[tile_offset(e.entry_of[i], j, blocks_of(hidden))];
+        other16 += rounded(value, kDType16) != found16[tile_offset(e.entry_of[i], j, blocks_of(hidden))];
       }
     std::printf("experts: %d rows, %d x %d, %d of %d, tiles of %d: %d tiles; %zu and %zu other bits, lists %s\n", rows,
                 hidden, inner, top, experts, tile_rows, host(e.routing.tile_count, 1)[0], other, other16,

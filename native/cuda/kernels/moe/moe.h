@@ -86,19 +86,15 @@ struct Combination : NormedSum {
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
 
-// routed + shared sigmoid(gate's product, as gemm_small_n() computes it)
-struct SharedSum : NormedSum {
+// routed + shared sigmoid(gate's product, as gemm_small_n() computes it). If there are entries, their sum, as
+// combine_experts() computes it, is what `routed` would be.
+struct SharedSum : Combination {
   GemmArgs gate;  // of one column, which is not written
   // Whether the gate's rows are those of a router, and gemm_experts() of 16-bit or quantized weights, or gate_row() and
   // combine_row(), follow that on the stream. These let the next kernel begin only once they have waited for the
   // router, so the rows are complete before this kernel can begin: it computes gates before the previous one has ended.
   bool gates_early = false;
   const float *shared = nullptr, *routed = nullptr;
-  // If there are entries, their weighted sum, as combine_experts() computes it, is what `routed` would be.
-  Rows entries;
-  Routing routing;
-
-  DType16 dtype() const { return entries.tiles ? entries.dtype : NormedSum::dtype(); }
 };
 void add_shared_expert(const SharedSum& sum, int rows, const Queue& queue);
 
