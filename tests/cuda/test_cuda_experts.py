@@ -35,9 +35,11 @@ FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2), ("float16", 0, 6e-2 * F
 BYTES = [("float8", 0, 5e-1), ("float8", 128, 5e-1), ("w8a8", 0, 2e-1), ("w8a8", 64, 2e-1)]  # Hopper's
 # What rounding rows to 8 bits changes, which the reference does not do: w8a8 in an emulation of 8,000 programs of all
 # sizes at most 0.034, and for a single value 0.132 (above 0.1 in one of 120 of the largest ones). float8 has three bits
-# behind the first one: among 3,000 programs of each size from 24 columns on at most 0.087, and for a single value 0.505
-# (above 0.3 in one of 100); of 7 columns more than 0.09 in one of 100. A column that is left out changes 0.1.
+# behind the first one: among 3,000 programs of each size from 64 columns on at most 0.087, and for a single value 0.505
+# (above 0.3 in one of 100). A column that is left out changes 0.1. Rows of up to 24 columns vary more: among 20,000
+# programs at most 0.24, and for a single value 1.53.
 ROUNDED_ROWS = {"w8a8": 0.045, "float8": 0.09}
+FEW_COLUMNS, ROUNDED_FEW, FEW_TOLERANCE = 24, 0.3, 2.0
 CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("int4", 32)]
 
 
@@ -89,6 +91,25 @@ def skip_without_kernels(form: str) -> None:
         pytest.skip("kernels of experts with 8-bit activations are Hopper's")
 
 
+def float8_bound(row: np.ndarray, experts: np.ndarray, group: int) -> np.ndarray:
+    """Bounds of the errors of wgmma's products of one row `[k]` with `[experts, n, k]`, both in e4m3: `[experts, n]`.
+
+    An instruction adds 32 products to a sum: each of 33 terms is cut to 13 bits behind the greatest one's first bit.
+    A group's sum starts from zero, and sums of groups are added in float32.
+    """
+    bound = np.zeros(experts.shape[:2])
+    for begin in range(0, len(row), group or len(row)):
+        end = min(len(row), begin + (group or len(row)))
+        own, total = np.zeros_like(bound), np.zeros_like(bound)
+        for first in range(begin, end, 32):
+            x, w = row[first:min(end, first + 32)], experts[:, :, first:min(end, first + 32)]
+            greatest = np.maximum(np.abs(x).max() * np.abs(w).max(2), np.abs(total) + own)
+            own += (len(x) + 1) * 2.0**-13 * greatest
+            total += w @ x
+        bound += own
+    return bound + 1e-6 * np.abs(experts) @ np.abs(row)
+
+
 @pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("w8a8", 0), ("w8a8", 64), ("w8a8", 192)])
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 7), (41, 31), (64, 64), (130, 257), (96, 768), (200, 1091), (1536, 130)])
 def test_products_of_8_bit_rows_have_the_same_bits(n, k, form, group):
@@ -105,11 +126,12 @@ def test_products_of_8_bit_rows_have_the_same_bits(n, k, form, group):
         chosen = choices(rng, kind, len(x), experts, top)
         every = found.multiply_experts(handle, x, chosen)
         expected = np.stack([used[own] @ row for row, own in zip(taken, chosen)])
-        error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
-        print(f"error {error:.2e}")
-        # wgmma truncates products and their sum to 13 bits behind the greatest one's first bit. Emulated with seven
-        # seeds, the greatest error of 1.4 million sums of one group is 2.0e-3 to 2.8e-3.
-        assert error < (2e-5 if form == "w8a8" else 4e-3 if group else 2e-2)
+        error, size = np.abs(every - expected), np.sqrt(np.mean(expected**2))
+        if form == "w8a8":
+            assert error.max() < 2e-5 * size
+        else:  # the second is at most 4.3e-4 in groups and 1.3e-3 in whole rows when wgmma's sums are emulated
+            assert (error <= np.stack([float8_bound(row, used[own], group) for row, own in zip(taken, chosen)])).all()
+            assert np.sqrt(np.mean(error**2)) < (1e-3 if group else 3e-3) * size
         for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (20, 65),
                             (100, 128), (11, 190)):
             one = slice(first, first + rows)
@@ -144,8 +166,10 @@ KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any"
 @pytest.mark.parametrize("form, group, tolerance", [*FORMATS, ("int8", 0, 6e-2), ("int4", 0, 6e-2), *BYTES])
 def test_experts(experts, top, width, inner, form, group, tolerance):
     skip_without_kernels(form)
-    compare(toys.normalized(toy(), experts, top, width, inner, form, group), tolerance,
-            mean=ROUNDED_ROWS.get(form, np.inf))
+    mean = ROUNDED_ROWS.get(form, np.inf)
+    if form == "float8" and width <= FEW_COLUMNS:
+        tolerance, mean = FEW_TOLERANCE, ROUNDED_FEW
+    compare(toys.normalized(toy(), experts, top, width, inner, form, group), tolerance, mean=mean)
 
 
 @pytest.mark.parametrize("router", toys.ROUTERS)
