@@ -158,58 +158,6 @@ void bind_kernels(py::module_& m) {
       py::arg("rows"), py::arg("dim"), py::arg("span_size"), py::arg("dtype"), py::arg("tokens"), py::arg("heads"),
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
       "(least seconds, bytes) of attending once to a whole cache with `heads` KV heads and `rows` query heads each.");
-  m.def(
-      "measure_roofline",
-      [](std::vector<int> cpus, int threads, int repeats, size_t megabytes) {
-        py::gil_scoped_release release;
-        Pool pool(threads, std::move(cpus), true);
-        Buffer memory(megabytes << 20, "measuring bandwidth");
-        const size_t floats = memory.size() / sizeof(float);
-        pool.run([&](int t) {
-          for (size_t i = floats * t / threads; i < floats * (t + 1) / threads; i++) memory.as<float>()[i] = 1;
-        });
-        using Clock = std::chrono::steady_clock;
-        double bandwidth = 0, rate = 0;
-        for (int r = 0; r < repeats; r++) {
-          std::vector<float> keep(threads);
-          auto start = Clock::now();
-          pool.run([&](int t) {
-            keep[t] = kernels().read_memory(memory.as<float>() + floats * t / threads, floats / threads);
-          });
-          bandwidth =
-              std::max(bandwidth, (double)memory.size() / std::chrono::duration<double>(Clock::now() - start).count());
-          std::vector<double> operations(threads);
-          start = Clock::now();
-          pool.run([&](int t) { operations[t] = kernels().multiply_add(3'000'000, &keep[t]); });
-          double total = 0;
-          for (double o : operations) total += o;
-          rate = std::max(rate, total / std::chrono::duration<double>(Clock::now() - start).count());
-        }
-        return std::make_pair(bandwidth, rate);
-      },
-      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
-      "(bytes/s read from memory, fp32 operations/s) of all threads together: the best of `repeats`.");
-  m.def(
-      "measure_tile_roofline",
-      [](std::vector<int> cpus, int threads, int repeats) {
-        py::gil_scoped_release release;
-        Pool pool(threads, std::move(cpus), true);
-        double rates[2] = {0, 0};
-        for (int r = 0; r < repeats && kernels().multiply_tiles; r++)
-          for (int integers = 0; integers < 2; integers++) {
-            std::vector<double> operations(threads);
-            const auto start = std::chrono::steady_clock::now();
-            pool.run([&](int t) { operations[t] = kernels().multiply_tiles(300'000, integers); });
-            double total = 0;
-            for (double o : operations) total += o;
-            rates[integers] =
-                std::max(rates[integers],
-                         total / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-          }
-        return std::make_pair(rates[0], rates[1]);
-      },
-      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
-      "(bfloat16, 8-bit operations/s) of AMX tiles from registers, of all threads together; (0, 0) without AMX.");
 }
 
 }  // namespace as

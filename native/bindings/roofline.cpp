@@ -1,8 +1,9 @@
-// The rate of 8-bit integer operations, and a meter that measures the whole roofline in short slices.
+// Rates of memory and arithmetic of all threads together, and a meter that measures them in short slices.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <tuple>
@@ -23,6 +24,34 @@ using MultiplyAdd = double (*)(long, float*);
 MultiplyAdd integer_multiply_add() {
   if (kernels().multiply_tiles) return [](long rounds, float*) { return kernels().multiply_tiles(rounds, true); };
   return kernels().integer_multiply_add;
+}
+
+// The greatest amount of work a second of all threads together in `repeats` turns. Each thread has `kPieces` pieces,
+// and takes others' when it has none left: the processors of a virtual machine are not equally fast. work(thread,
+// piece) returns the piece's amount.
+constexpr int kPieces = 32;
+template <typename F>
+double greatest_rate(Pool& pool, int threads, int repeats, F&& work) {
+  using Clock = std::chrono::steady_clock;
+  double rate = 0;
+  for (int r = 0; r < repeats; r++) {
+    std::vector<std::atomic<int>> taken(threads);
+    std::vector<double> amounts(threads);
+    const auto start = Clock::now();
+    pool.run([&](int t) {
+      double sum = 0;
+      for (int i = 0; i < threads; i++) {
+        const int owner = (t + i) % threads;
+        for (int piece; (piece = taken[owner]++) < kPieces;) sum += work(t, owner * kPieces + piece);
+      }
+      amounts[t] = sum;
+    });
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    double total = 0;
+    for (double a : amounts) total += a;
+    rate = std::max(rate, total / seconds);
+  }
+  return rate;
 }
 
 // Measures the roofline in slices of a few milliseconds, between which the caller can run steps.
@@ -126,24 +155,52 @@ void bind_roofline(py::module_& m) {
           "so\n"
           "far.");
   m.def(
+      "measure_roofline",
+      [](std::vector<int> cpus, int threads, int repeats, size_t megabytes) {
+        py::gil_scoped_release release;
+        Pool pool(threads, std::move(cpus), true);
+        Buffer memory(megabytes << 20, "measuring bandwidth");
+        const size_t floats = memory.size() / sizeof(float), pieces = (size_t)kPieces * threads;
+        const auto begin = [&](size_t piece) { return floats * piece / pieces; };
+        pool.run([&](int t) {
+          std::fill(memory.as<float>() + begin(t * kPieces), memory.as<float>() + begin((t + 1) * kPieces), 1.0f);
+        });
+        std::vector<float> keep(threads);
+        const double bandwidth = greatest_rate(pool, threads, repeats, [&](int t, int piece) {
+          const size_t n = begin(piece + 1) - begin(piece);
+          keep[t] += kernels().read_memory(memory.as<float>() + begin(piece), n);
+          return (double)(n * sizeof(float));
+        });
+        const double rate = greatest_rate(
+            pool, threads, repeats, [&](int t, int) { return kernels().multiply_add(3'000'000 / kPieces, &keep[t]); });
+        return std::make_pair(bandwidth, rate);
+      },
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
+      "(bytes/s read from memory, fp32 operations/s) of all threads together: the best of `repeats`.");
+  m.def(
+      "measure_tile_roofline",
+      [](std::vector<int> cpus, int threads, int repeats) {
+        py::gil_scoped_release release;
+        if (!kernels().multiply_tiles) return std::make_pair(0.0, 0.0);
+        Pool pool(threads, std::move(cpus), true);
+        const auto rate = [&](bool integers) {
+          return greatest_rate(pool, threads, repeats,
+                               [&](int, int) { return kernels().multiply_tiles(300'000 / kPieces, integers); });
+        };
+        const double floats = rate(false);
+        return std::make_pair(floats, rate(true));
+      },
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
+      "(bfloat16, 8-bit operations/s) of AMX tiles from registers, of all threads together; (0, 0) without AMX.");
+  m.def(
       "measure_integer_rate",
       [](std::vector<int> cpus, int threads, int repeats) {
         py::gil_scoped_release release;
         const MultiplyAdd work = integer_multiply_add();
         if (!work) return 0.0;
         Pool pool(threads, std::move(cpus), true);
-        double rate = 0;
-        for (int r = 0; r < repeats; r++) {
-          std::vector<double> operations(threads);
-          std::vector<float> keep(threads);
-          const auto start = std::chrono::steady_clock::now();
-          pool.run([&](int t) { operations[t] = work(1'000'000, &keep[t]); });
-          double total = 0;
-          for (double o : operations) total += o;
-          rate =
-              std::max(rate, total / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-        }
-        return rate;
+        std::vector<float> keep(threads);
+        return greatest_rate(pool, threads, repeats, [&](int t, int) { return work(1'000'000 / kPieces, &keep[t]); });
       },
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
       "8-bit multiplications and additions/s, summed in 32 bits, of all threads together: the best of `repeats`. 0 if\n"
