@@ -102,6 +102,14 @@ def test_fused_ops_have_the_bits_of_the_ops_one_by_one(dtype, group, inner):
             assert net.logits(length, chunk).tobytes() == expected.tobytes(), (length, chunk)
 
 
+@pytest.mark.parametrize("dtype,group", FORMATS)
+def test_threads_that_take_the_last_panels_as_they_become_free(dtype, group):
+    """From four threads on, few rows are divided so."""
+    apart, together = (Net(dtype, group, 384, threads, fused=True) for threads in (1, 5))
+    for rows in (1, 2, 9, 32):
+        assert together.logits(rows, rows).tobytes() == apart.logits(rows, rows).tobytes(), rows
+
+
 @pytest.mark.parametrize("dtype,group", [("float32", 0), ("bfloat16", 0), ("w8a8", 0)])
 def test_they_are_computed_together(dtype, group):
     """Ensures that the test above compares fused ops with single ones."""
