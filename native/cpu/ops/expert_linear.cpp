@@ -1,6 +1,6 @@
 // expert_linear: multiplies each entry of a row set with its expert's matrix. Entries are sorted by expert, so that an
-// expert's rows form one GEMM. Threads divide the experts' panels equally or, with many rows, take parts of them as
-// they become free. Entries of experts on other ranks are not written, because nothing reads them.
+// expert's rows form one GEMM. Threads take parts of the experts' panels as they become free; with few rows each first
+// reads panels of its own as one stream. Entries of experts on other ranks are not written, because nothing reads them.
 //
 // Fused with silu_mul, a panel of gate and a panel of up give n columns instead of 2n (linear.cpp).
 #include <algorithm>
@@ -54,7 +54,7 @@ class ExpertLinear : public BoundOp {
     };
     if (threads > 1 && entries >= kTakenRows * routing_.top)
       routing_.take(begin_, end_, panels, streaming, thread, threads, counter_, work);
-    else routing_.share(begin_, end_, panels, streaming, thread, threads, work);
+    else routing_.share(begin_, end_, panels, streaming, thread, threads, counter_, work);
   }
 
  private:

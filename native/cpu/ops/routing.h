@@ -39,26 +39,19 @@ struct Routing {
 
   // Calls work(expert, first entry, entries, p0, p1) for a thread's part of the GEMMs of experts [begin, end), each
   // with `panels` panels. The cost of a panel is its rows plus `streaming`, for reading it. Every column of an entry is
-  // computed by one thread.
+  // computed by one thread. Each first has two thirds of an equal part, which it reads as one stream; then threads take
+  // short pieces of the rest from `counter` as they become free, because they are not equally fast.
   template <typename Work>
-  void share(int begin, int end, int panels, int streaming, int thread, int threads, Work work) const {
-    long total = 0;
-    for (int e = begin; e < end; e++)
-      if (const int rows = first[e + 1] - first[e]) total += (long)panels * (streaming + rows);
-    const long from = total * thread / threads, to = total * (thread + 1) / threads;
-    long at = 0;
-    for (int e = begin; e < end && at < to; e++) {
-      const int rows = first[e + 1] - first[e];
-      if (!rows) continue;
-      const long each = streaming + rows;
-      // A panel belongs to the thread in whose part it begins.
-      const auto panel = [&](long cost) {
-        return (int)std::min<long>(std::max(0l, cost - at + each - 1) / each, panels);
-      };
-      const int p0 = panel(from), p1 = panel(to);
-      if (p0 < p1) work(e, first[e], rows, p0, p1);
-      at += panels * each;
-    }
+  void share(int begin, int end, int panels, int streaming, int thread, int threads, WorkCounter& counter,
+             Work work) const {
+    const long total = cost(begin, end, panels, streaming), own = threads > 1 ? total * 2 / 3 : total;
+    run_part(begin, end, panels, streaming, own * thread / threads, own * (thread + 1) / threads, work);
+    constexpr int kPiecesOfThread = 6;
+    const int pieces = threads > 1 ? kPiecesOfThread * threads : 0;
+    counter.share(thread, pieces, [&](int i) {
+      run_part(begin, end, panels, streaming, own + (total - own) * i / pieces, own + (total - own) * (i + 1) / pieces,
+               work);
+    });
   }
 
   // The same, for many rows: threads take parts of the experts' panels from `counter` as they become free.
@@ -66,9 +59,7 @@ struct Routing {
   void take(int begin, int end, int panels, int streaming, int thread, int threads, WorkCounter& counter,
             Work work) const {
     constexpr int kPartsOfThread = 32;
-    long total = 0;
-    for (int e = begin; e < end; e++)
-      if (const int rows = first[e + 1] - first[e]) total += (long)panels * (streaming + rows);
+    const long total = cost(begin, end, panels, streaming);
     const long each = std::max(1l, total / (kPartsOfThread * threads));
     const int most = std::max(1, panels / kFewestPanels);
     const auto parts_of = [&](int expert) {
@@ -84,6 +75,33 @@ struct Routing {
       const auto [p0, p1] = part(panels, i - before, parts);
       work(expert, first[expert], first[expert + 1] - first[expert], p0, p1);
     });
+  }
+
+ private:
+  // Of all panels of experts [begin, end) that have entries.
+  long cost(int begin, int end, int panels, int streaming) const {
+    long total = 0;
+    for (int e = begin; e < end; e++)
+      if (const int rows = first[e + 1] - first[e]) total += (long)panels * (streaming + rows);
+    return total;
+  }
+
+  // Calls work for the panels of the part [from, to) of that cost.
+  template <typename Work>
+  void run_part(int begin, int end, int panels, int streaming, long from, long to, Work& work) const {
+    long at = 0;
+    for (int e = begin; e < end && at < to; e++) {
+      const int rows = first[e + 1] - first[e];
+      if (!rows) continue;
+      const long each = streaming + rows;
+      // A panel belongs to the part in which it begins.
+      const auto panel = [&](long cost) {
+        return (int)std::min<long>(std::max(0l, cost - at + each - 1) / each, panels);
+      };
+      const int p0 = panel(from), p1 = panel(to);
+      if (p0 < p1) work(e, first[e], rows, p0, p1);
+      at += panels * each;
+    }
   }
 };
 
