@@ -127,18 +127,24 @@ class OpProfile:
 @dataclass(frozen=True)
 class ExpertWaits:
     """Messages that a GPU has sent to ranks of experts; the seconds, in all, from each of them until the GPU saw all
-    answers; and those that each rank computed, from finding a message to its answer.
+    answers; and those that each rank computed, from finding a message to its answer. Rows, over all layers, whose
+    experts the GPU computed as a prompt's; of the experts that other rows chose, how many were hot, and how many all
+    were.
     """
 
     messages: int = 0
     waited: float = 0.0
     computed: tuple[float, ...] = ()
+    streamed_rows: int = 0
+    hits: int = 0
+    uses: int = 0
 
     def since(self, before: ExpertWaits) -> ExpertWaits:
         """The difference to an earlier count."""
         known = before.computed or (0.0,) * len(self.computed)
         return ExpertWaits(self.messages - before.messages, self.waited - before.waited,
-                           tuple(now - then for now, then in zip(self.computed, known)))
+                           tuple(now - then for now, then in zip(self.computed, known)),
+                           self.streamed_rows - before.streamed_rows, self.hits - before.hits, self.uses - before.uses)
 
 
 @dataclass
@@ -192,9 +198,15 @@ class Profile:
                      f"{zero:>10.4f} {zero:>10.4f} {top.bytes_per_second / 1e9:>7.1f} "
                      f"{top.operations_per_second / 1e9:>7.1f} {100:>7.1f}%")
         lines += [line(name, op, of_rank, "-") for name, op, of_rank in of_experts]
-        if sides := self._sides():
-            lines.append(sides)
+        lines += [line for line in (self._experts_on_the_gpu(), self._sides()) if line]
         return "\n".join(lines)
+
+    def _experts_on_the_gpu(self) -> str:
+        """In a mixed group with a GPU, which of its experts the GPU computed; "" if none."""
+        if self.waits is None or not (self.waits.hits or self.waits.streamed_rows):
+            return ""
+        return (f"on the GPU: {self.waits.hits} of {self.waits.uses} experts that rows chose, and all those of "
+                f"{self.waits.streamed_rows} rows of prompts, over all layers")
 
     def _sides(self) -> str:
         """In a mixed group, the milliseconds that each side spends in a layer with experts on average, in one line: the

@@ -453,7 +453,7 @@ class ModelRunner:
         if not self.role.mixed or not self.config.on_gpus:
             return None
         messages, waited, computed = self._executor.expert_times
-        now = ExpertWaits(messages, waited, tuple(computed))
+        now = ExpertWaits(messages, waited, tuple(computed), self._executor.streamed_rows, *self._executor.expert_uses)
         found, self._waits = now.since(self._waits), now
         return found
 

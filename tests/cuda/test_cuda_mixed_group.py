@@ -13,7 +13,7 @@ from allspark_launch.group.background import background_group
 from allspark_server.runtime.native import cuda_library
 
 pytest.importorskip("support.checkpoints")    # needs torch and transformers
-from support.invariance import OTHERS, PROBES, installed, run_alone, run_together
+from support.invariance import OTHERS, PROBES, experts_on_the_gpu, installed, run_alone, run_together
 from support.processes import ranks_of
 
 pytestmark = pytest.mark.cuda
@@ -52,6 +52,8 @@ def test_prefix_hits_change_no_bit(engine, first, fields):
         before = engine.get_as_engine_stat(name).prefix_cache_hit_token
         assert run_alone(engine, name) == first
         assert engine.get_as_engine_stat(name).prefix_cache_hit_token > before
+        hot, rows = experts_on_the_gpu(engine, name)
+        assert bool(hot) == ("hot_expert_memory" in fields) and bool(rows) == (fields["expert_streaming_rows"] > 0)
         for _ in range(2):
             assert run_together(engine, name, OTHERS) == first
         assert engine.get_as_engine_stat(name).prefix_cache_hit_token > 1500
@@ -81,6 +83,7 @@ def test_a_lost_rank_while_experts_move(group, first, victim):
 
     with installed(group.engine, "glm4-moe", **MOVING) as name:
         expected, before = request(name), {process.pid for process in ranks_of(group.supervisor)}
+        assert experts_on_the_gpu(group.engine, name)[0]
         lost = next(p for p in ranks_of(group.supervisor) if ("--address" in p.cmdline()) == (victim == 0))
         assert request(name, lambda: lost.send_signal(signal.SIGKILL)) == expected and len(expected) == 200
         assert {process.pid for process in ranks_of(group.supervisor)}.isdisjoint(before)
@@ -101,4 +104,7 @@ def test_two_gpus(monkeypatch):
             expected = run_alone(client, name)
         moving = {**MOVING, **form, "engine_max_prefill_length": 64, "max_step_tokens": 96}
         with installed(client, "glm4-moe", **moving) as name:
+            assert run_together(client, name, OTHERS) == expected
+            hot, rows = experts_on_the_gpu(client, name)
+            assert hot and rows
             assert run_together(client, name, OTHERS) == expected

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -51,13 +52,25 @@ def collect(results) -> dict[int, tuple]:
     return samples
 
 
+def experts_on_the_gpu(engine: AbstractEngine, name: str) -> tuple[int, int]:
+    """In a mixed group, since the last call: how many of the experts that rows chose were hot, and of how many rows of
+    prompts, over all layers, the GPU computed the experts.
+    """
+    found = re.search(r"^on the GPU: (\d+) of \d+ experts .* of (\d+) rows", engine.get_op_profiling_info(name), re.M)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 @contextlib.contextmanager
 def installed(engine: AbstractEngine, model: str, **fields: Any) -> Iterator[str]:
-    name = next(_names)
-    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **{**PLAIN, **fields}))
+    """A model that runs. If it may have hot experts, some must have been used when the block ends: without any, what the
+    block compares would be equal, too.
+    """
+    name, fields = next(_names), {**PLAIN, **fields}
+    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **fields))
     try:
         engine.start_model(name)
         yield name
+        assert not fields.get("hot_expert_memory") or experts_on_the_gpu(engine, name)[0], "no hot expert was used"
     finally:
         engine.release_model(name)
 
