@@ -62,8 +62,8 @@ def experts_on_the_gpu(engine: AbstractEngine, name: str) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def installed(engine: AbstractEngine, model: str, **fields: Any) -> Iterator[str]:
-    """A model that runs. If it may have hot experts, some must have been used when the block ends: without any, what the
-    block compares would be equal, too.
+    """A model that runs. If it may have hot experts, some must have been used when the block ends: without any, what
+    the block compares would be equal, too.
     """
     name, fields = next(_names), {**PLAIN, **fields}
     engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **fields))
