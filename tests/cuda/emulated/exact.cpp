@@ -30,7 +30,7 @@ int main(int count, char** arguments) {
     p.routing.tiles = entries.tiles.data(), p.routing.tile_count = &tiles;
     p.experts = experts.data(), p.bias = c.bias.empty() ? nullptr : c.bias.data(), p.gathers = c.head.gathers;
     p.gate = (ExactGate)c.head.gate, p.alpha = c.head.alpha, p.limit = c.head.limit;
-    for (const int at_most : {kExactFew, kExactFew + 1}) {  // both kernels
+    for (const int at_most : {kExactPairs, kExactFew, kExactFew + 1}) {  // all kernels
       p.rows = at_most;
       std::vector<float> y((size_t)c.entries() * c.width(), 77.0f);
       p.y = y.data();

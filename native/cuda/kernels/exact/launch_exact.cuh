@@ -11,8 +11,11 @@ void launch(const ExactGemm& p, int entries, const Queue& queue) {
   const int own = few ? kFewColumns : kColumns, width = p.gate == ExactGate::none ? p.w.n : p.w.n / 2,
             columns = p.gate == ExactGate::none ? own : own / 2;
   const int experts = p.routing.end - p.routing.begin, tiles = std::min(entries, entries / kExactTile + experts);
-  if (few) start(queue, few_kernel<F>, dim3(ceil_div(width, columns), tiles), kFewWarps * 32, 0, p);
-  else start(queue, kernel<F>, dim3(ceil_div(width, columns), tiles), F::kThreads, 0, p);
+  const dim3 grid(ceil_div(width, columns), tiles);
+  if constexpr (F::kPlanes == 2)
+    if (p.rows <= kExactPairs) return start(queue, few_kernel<F, true>, grid, kFewWarps * 32, 0, p);
+  if (few) start(queue, few_kernel<F, false>, grid, kFewWarps * 32, 0, p);
+  else start(queue, kernel<F>, grid, F::kThreads, 0, p);
 }
 
 template <ExactFormat kFormat, bool kOffsets>
