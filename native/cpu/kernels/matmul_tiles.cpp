@@ -16,7 +16,7 @@
 // 0.73 lines a cycle, so products with all operands from there run at 0.67 of their peak. Spilling accumulators costs
 // 120 cycles (220 to the second level), so K stays undivided where possible. The first kNear steps of the operand that
 // the next blocks reuse stay in the first-level cache. All other loads bypass it, which gives 0.84 to 0.87 of the peak.
-// The epilogue runs row by row between the products of the following block, on other units of the core.
+// The epilogue runs row by row between the products of the following block.
 //
 // Traffic with the third-level cache is minimal. With K undivided, the rows stay in the second level and each panel is
 // read once. With K split, a split-K part of some rows and of a group of panels stays there.
@@ -39,7 +39,8 @@ namespace {
 constexpr int kStepBytes = 64;                // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kPair = 2 * kAmxRows;           // rows of a block of accumulators
-constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
+constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level,
+constexpr int kNearBlocks = 6;                // and if sums stay there, too
 constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second level (shared by two threads of a core),
 constexpr size_t kStayBytes = 1 << 20;       // at most
 constexpr int kWhole = 96, kCut = 32;        // steps up to which K is undivided, and of a split-K part otherwise
@@ -64,6 +65,7 @@ constexpr int kGroup = max_panels();
 struct TileBFloat {
   static constexpr int kStep = 32;  // k of a step
   static constexpr int kPlanes = 1;
+  static constexpr bool kByBlocks = false;  // Gemm::by_blocks()
   template <int C, int A, int B>
   static AS_INLINE void dot() {
     tile_dot_bf16<C, A, B>();
@@ -73,6 +75,7 @@ template <int Planes>
 struct TileBytes {
   static constexpr int kStep = 64;
   static constexpr int kPlanes = Planes;
+  static constexpr bool kByBlocks = Planes == 1;
   template <int C, int A, int B>
   static AS_INLINE void dot() {
     tile_dot_s8u8<C, A, B>();
@@ -107,9 +110,9 @@ struct Ahead {
 };
 
 // c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. second: bytes from the first tile of
-// activations to the second. kPanelStays: the next block uses the same weights, otherwise the same activations. Calls
-// between() once a step.
-template <typename F, int R, bool kPanelStays, typename Between>
+// activations to the second. kPanelStays: the next block uses the same weights, otherwise the same activations, whose
+// first `Near` steps stay in the first-level cache. Calls between() once a step.
+template <typename F, int R, bool kPanelStays, int Near, typename Between>
 AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, int steps, char* c, bool load,
                      const Ahead& ahead, Between&& between) {
   constexpr int64_t ldc = NR * 4;
@@ -159,8 +162,8 @@ AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, 
       between();
     }
   };
-  range(std::false_type{}, 0, std::min(kNear, steps));
-  range(std::true_type{}, std::min(kNear, steps), steps);
+  range(std::false_type{}, 0, std::min(Near, steps));
+  range(std::true_type{}, std::min(Near, steps), steps);
   tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
   if (R == 2) tile_store<2>(c + kAmxRows * ldc, ldc), tile_store<3>(c + kAmxRows * ldc + 64, ldc);
 }
@@ -257,22 +260,27 @@ class Gemm {
         waiting_(finish, steps_ / parts_of_k_) {}
 
   void run() {
-    parts_of_k_ == 1 ? rows_stay() : split_k();
+    if (parts_of_k_ > 1) split_k();
+    else if constexpr (F::kByBlocks) by_blocks();
+    else rows_stay();
     waiting_.flush();
   }
 
  private:
   const char* panel(int u, int part, int step) { return weights_(u + part * half_) + (size_t)step * kPanelStepBytes; }
 
-  template <bool kPanelStays>
+  template <bool kPanelStays, int Near = kNear>
   AS_INLINE void multiply(int r, const char* b, int begin, int end, float* c, const Ahead& ahead) {
     const int rows = std::min(kHeight, m_ - r);
     tiles_.configure(rows, F::kPlanes);
     const char* x = a_.converted + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
     auto between = [&]() __attribute__((always_inline)) { waiting_.step(); };
     if (F::kPlanes == 2 || rows > kAmxRows)
-      block<F, 2, kPanelStays>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
-    else block<F, 1, kPanelStays>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+      block<F, 2, kPanelStays, Near>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead,
+                                     between);
+    else
+      block<F, 1, kPanelStays, Near>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead,
+                                     between);
   }
 
   // Pass `pass` of `passes` prefetches its share of the next part of a panel.
@@ -284,12 +292,50 @@ class Gemm {
     return ahead;
   }
 
+  // As many rows as stay in the second level: whole blocks, in parts of equal height.
+  int height_that_stays() const {
+    const int stay = std::min<int>(kStay / F::kPlanes, kStayBytes / a_.stride),
+              most = std::max(kHeight, stay / kHeight * kHeight);
+    const int blocks = (m_ + most - 1) / most;
+    return ((m_ + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
+  }
+
+  // K undivided. Multiplies each row block with both panels of a pair. Meanwhile the epilogue of the previous block
+  // runs, whose sums are still in the first level. (Where the epilogue is a smaller part of the time, rows_stay() is
+  // faster.)
+  void by_blocks() {
+    const int height = height_that_stays();
+    for (int m0 = 0; m0 < m_; m0 += height) {
+      const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      int turn = 0, unit = -1, row = 0, rows = 0;  // turn: whose sums are computed; others: of the previous block
+      auto put = [&](int part, int parts) {
+        if (unit < 0) return;
+        float* sums[Parts];
+        for (int i = 0; i < Parts; i++) sums[i] = kept_sums + (size_t)((turn ^ 1) * Parts + i) * kPair * NR;
+        waiting_.put(unit, row, rows * part / parts, rows * (part + 1) / parts, sums);
+      };
+      for (int u = u0_; u < u1_; u++)
+        for (int pass = 0; pass < passes; pass++) {
+          for (int part = 0; part < Parts; part++) {
+            const char* b = panel(u, part, 0);
+            Ahead ahead;
+            if (u == u0_ && pass == 0) ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+            else if (u + 1 < u1_) ahead = part_of(panel(u + 1, part, 0), pass, passes);
+            put(part, Parts);
+            multiply<true, kNearBlocks>(m0 + pass * kHeight, b, 0, steps_,
+                                        kept_sums + (size_t)(turn * Parts + part) * kPair * NR, ahead);
+          }
+          turn ^= 1, unit = u, row = m0 + pass * kHeight, rows = std::min(kHeight, m1 - row);
+        }
+      put(0, 1);
+      waiting_.flush();
+    }
+  }
+
   // K undivided. Multiplies all row blocks with the first panel of a pair, then with the second. Meanwhile the epilogue
   // of the previous pair runs, for half of each row block with either panel.
   void rows_stay() {
-    const int stay = std::min<int>(kStay / F::kPlanes, kStayBytes / a_.stride),
-              most = std::max(kHeight, stay / kHeight * kHeight);
-    const int blocks = (m_ + most - 1) / most, height = ((m_ + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
+    const int height = height_that_stays();
     for (int m0 = 0; m0 < m_; m0 += height) {
       const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
       auto put = [&](int u, int pass, int part, int parts) {
