@@ -1,6 +1,7 @@
 """Measures a model of a real shape with random weights as it is served over HTTP: output tokens/s, first tokens, gaps.
 
-    bench_served.py [7b|llama-70b|gemma-4-31b] [--compute-unit CUDA:0,1] [--layers N] [--weight-dtype bfloat16]
+    bench_served.py [7b|llama-70b|gemma-4-31b|gpt-oss-20b|gpt-oss-120b] [--compute-unit CUDA:0,1] [--layers N]
+                    [--weight-dtype auto]
                     [--prompt 512] [--tokens 256] [--clients 1,32,256] [--modes greedy,sampled,logprobs,schema]
                     [--rounds 2] [--workers 4] [--fields '{"cache_memory": …}'] [--folder /dev/shm]
                     [--timeline kernel_trace.so] [--record-after 4,1]
@@ -59,10 +60,19 @@ SHAPES = {
                     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 262144,
                     "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
                     "tie_word_embeddings": True}}
+GPT_OSS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}   # layers, experts; in MXFP4
+
+
+def vocab_of(shape: str) -> int:
+    """Tokens of a shape's vocabulary."""
+    return bench_gpt_oss.VOCAB if shape in GPT_OSS else int(SHAPES[shape]["vocab_size"])
 
 
 def write_checkpoint(folder: Path, shape: str, layers: int) -> int:
-    """Writes config, tokenizer and random tensors in bfloat16; returns their bytes."""
+    """Writes config, tokenizer and random tensors in bfloat16 or MXFP4; returns their bytes."""
+    _write_tokenizer(folder, vocab_of(shape))
+    if shape in GPT_OSS:
+        return bench_gpt_oss.write_checkpoint(folder, layers or GPT_OSS[shape][0], GPT_OSS[shape][1])
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     config = SHAPES[shape] | COMMON | {"num_hidden_layers": layers or SHAPES[shape]["num_hidden_layers"]}
@@ -75,7 +85,6 @@ def write_checkpoint(folder: Path, shape: str, layers: int) -> int:
         model = AutoModelForCausalLM.from_config(found)
     tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
     tensors = {name: ("BF16", tuple(value.shape)) for name, value in model.state_dict().items() if name not in tied}
-    _write_tokenizer(folder, int(config["vocab_size"]))
     return bench_gpt_oss.write_tensors(folder / "model.safetensors", tensors)
 
 
@@ -173,10 +182,10 @@ def load(address: str, mode: str, count: int, options: argparse.Namespace, vocab
 def main() -> None:
     """Reads the command line, serves, and prints a line for each mode and number of clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", nargs="?", choices=SHAPES, default="7b")
+    parser.add_argument("shape", nargs="?", choices=[*SHAPES, *GPT_OSS], default="7b")
     parser.add_argument("--compute-unit", default="CUDA:0")
     parser.add_argument("--layers", type=int, default=0, help="default: the model's")
-    parser.add_argument("--weight-dtype", default="bfloat16")
+    parser.add_argument("--weight-dtype", default="auto")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--clients", default="1,32,256")
@@ -215,7 +224,7 @@ def main() -> None:
         with (background_group(["--config", str(file)], verbose=True) as running,
               http_server(HttpOptions(address="127.0.0.1:0", workers=options.workers, insecure=True,
                                       pool=list(running.addresses))) as served):
-            vocab = int(SHAPES[options.shape]["vocab_size"])
+            vocab = vocab_of(options.shape)
             load(served.address, "greedy", 8, argparse.Namespace(rounds=1, prompt=16, tokens=8), vocab)
             print(f"ready and warm after {time.perf_counter() - began:.1f} s", flush=True)
             for number, count in enumerate(counts):
