@@ -184,6 +184,7 @@ void check(int seed) {
 
 int main(int argc, char** argv) {
   int heads = 28, kv = 4, dim = 128, window = 0;
+  bool sinks = false;
   CacheType type = CacheType::dtype16;
   CHECK(cudaStreamCreate(&stream));
   Queue queue;
@@ -211,6 +212,7 @@ int main(int argc, char** argv) {
       printf("checked %d\n", seeds);
       continue;
     }
+    if (!strcmp(argv[c], "sinks")) sinks = true;
     if (!strcmp(argv[c], "bf16")) type = CacheType::dtype16;
     if (!strcmp(argv[c], "int8")) type = CacheType::int8;
     if (!strcmp(argv[c], "uint4")) type = CacheType::uint4;
@@ -232,9 +234,9 @@ int main(int argc, char** argv) {
     CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
     CHECK(cudaMalloc(&partials, partial_floats(dim) * kv * sequences * max_splits * 4));
     CHECK(cudaMalloc(&arrivals, sequences * kv * 4)), CHECK(cudaMemset(arrivals, 0, sequences * kv * 4));
-    CHECK(cudaMalloc(&angles, (size_t)sequences * dim * 4));
+    CHECK(cudaMalloc(&angles, (size_t)std::max(sequences * dim, heads) * 4));
     fill_floats<<<ceil_div((size_t)sequences * width, 256), 256>>>(qkv, (size_t)sequences * width);
-    fill_floats<<<ceil_div((size_t)sequences * dim, 256), 256>>>(angles, (size_t)sequences * dim);
+    fill_floats<<<ceil_div(std::max(sequences * dim, heads), 256), 256>>>(angles, std::max(sequences * dim, heads));
     std::vector<AttentionTile> tiles;
     std::vector<int> table, places;
     for (int s = 0; s < sequences; s++) {
@@ -252,7 +254,7 @@ int main(int argc, char** argv) {
     CHECK(cudaMemcpy(device_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
     for (AttentionTile& tile : tiles) tile.first = 0;  // a pair
     CHECK(cudaMemcpy(prefill_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
-    a.qkv = qkv, a.tables = tables, a.partials = partials;
+    a.qkv = qkv, a.tables = tables, a.partials = partials, a.sinks = sinks ? angles : nullptr;
 #ifndef OLD
     a.arrivals = arrivals;
 #endif
