@@ -1,8 +1,8 @@
 // Prefill attention (native/cuda/kernels/attention/attention_prefill_wgmma.cu and attention_prefill_wide.cu) at the
-// shape of Qwen2.5-7B, Qwen2.5-0.5B or Qwen3.6-35B-A3B: its bits against the mma.sync kernel's, and the time of both.
-// `./attend_prefill [small] [1x8192 ...] [wide] [1x8192 ...]`: sequences x rows, without earlier context; `small`
-// selects 0.5B and `wide` 35B-A3B for the arguments after it. nvcc -O3 -std=c++17 -I../../native -gencode
-// arch=compute_90a,code=sm_90a attend_prefill.cu
+// shape of Qwen2.5-7B, Qwen2.5-0.5B, Qwen3.6-35B-A3B or gpt-oss: its bits against the mma.sync kernel's, and the time
+// of both. `./attend_prefill [small] [1x8192 ...] [wide] [1x8192 ...]`: sequences x rows, without earlier context;
+// `small` selects 0.5B, `wide` 35B-A3B and `oss` gpt-oss for the arguments after it, windowW and sinks what they say.
+// nvcc -O3 -std=c++17 -I../../native -gencode arch=compute_90a,code=sm_90a attend_prefill.cu
 //   ../../native/cuda/kernels/attention/attention_prefill_{mma,wide}.cu -o attend
 #include <cmath>
 #include <cstdio>
@@ -36,7 +36,8 @@ __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsig
 
 int main(int argc, char** argv) {
   constexpr int kSpan = 32;
-  int heads = 28, kv_heads = 4, dim = 128, width = (heads + 2 * kv_heads) * dim;
+  int heads = 28, kv_heads = 4, dim = 128, width = (heads + 2 * kv_heads) * dim, window = 0;
+  bool sinks = false;
   const Queue queue{nullptr, 90};
   for (int c = 1; c < argc; c++) {
     if (!strcmp(argv[c], "small")) {
@@ -47,12 +48,21 @@ int main(int argc, char** argv) {
       heads = 16, kv_heads = 2, dim = 256, width = (heads + 2 * kv_heads) * dim;
       continue;
     }
+    if (!strcmp(argv[c], "oss")) {
+      heads = 64, kv_heads = 8, dim = 64, width = (heads + 2 * kv_heads) * dim;
+      continue;
+    }
+    if (sscanf(argv[c], "window%d", &window) == 1) continue;
+    if (!strcmp(argv[c], "sinks")) {
+      sinks = true;
+      continue;
+    }
     int sequences = 1, length = 1;
     sscanf(argv[c], "%dx%d", &sequences, &length);
     const int rows = sequences * length, spans = (length + kSpan - 1) / kSpan;
     Attention a;
     a.cache = {nullptr, CacheType::dtype16, kSpan, kv_heads, dim, dim};
-    a.group = heads / kv_heads, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width;
+    a.group = heads / kv_heads, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.window = window;
     const size_t cache = a.cache.span_bytes() * spans * sequences, out = tiles_bytes(rows, heads * dim);
     float* qkv;
     uint16_t *data, *results[2];
@@ -75,6 +85,7 @@ int main(int argc, char** argv) {
     CHECK(cudaMemcpy(tables, table.data(), table.size() * 4, cudaMemcpyHostToDevice));
     CHECK(cudaMemcpy(device_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
     a.cache.data = (char*)data, a.cache.stride = a.cache.span_bytes(), a.qkv = qkv, a.tables = tables;
+    a.sinks = sinks ? qkv : nullptr;
     printf("%s:", argv[c]);
     for (int by = 0; by < 2; by++) {
       CHECK(cudaMalloc(&results[by], out)), CHECK(cudaMemset(results[by], 0, out));

@@ -16,7 +16,7 @@ inline Chip chip_of(const Queue& queue) {
 }
 
 inline AttentionChoice choice_of(const Attention& a, const Queue& queue) {
-  return choose_attention(chip_of(queue), a.cache.type, a.cache.head_dim, a.slopes || a.sinks);
+  return choose_attention(chip_of(queue), a.cache.type, a.cache.head_dim, a.slopes);
 }
 
 // fused: p.unnormed is normed, or p.x quantized, by the kernel.

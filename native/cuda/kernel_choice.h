@@ -46,7 +46,7 @@ ExpertChoice choose_expert_gemm(const Chip& chip, Kind kind, int entries, int ex
 // Whether a layer's two matrices have special kernels for a step of one row.
 bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down);
 
-// biased: with ALiBi slopes or sinks.
+// biased: with ALiBi slopes.
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, bool biased);
 
 // mma for rows of kLatentDim + kLatentRope features of 16 bits, otherwise simt.

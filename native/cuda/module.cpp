@@ -164,7 +164,7 @@ void bind_kernel_choice(py::module_& m) {
         return to_list(table.rows());
       },
       py::arg("chip"), py::arg("cache_dtype"), py::arg("head_dim"), py::arg("group"), py::arg("biased") = false,
-      "Which kernels compute an attention. group: query heads of a KV head; biased: with ALiBi slopes or sinks.");
+      "Which kernels compute an attention. group: query heads of a KV head; biased: with ALiBi slopes.");
   m.def(
       "latent_kernels",
       [](const Chip& chip, const std::string& cache_dtype, int latent_dim, int rope_dim, int heads) {

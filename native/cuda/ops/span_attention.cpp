@@ -35,7 +35,7 @@ int bind_span_attention(Binding& b, size_t i) {
   const int* where = ws.data->where(op.integer("cache_group"));
   const int at_once = a.cache.type == CacheType::dtype16 ? 2 : 3;  // CTAs of attention per SM
   const int wanted = at_once * ws.device.sm_count(), most = ws.max_splits;
-  AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes || a.sinks);
+  AttentionChoice kernels = ws.kernels.attention(a.cache, a.group, a.slopes);
   kernels.stores &= !reads;
   const bool narrow = ws.is_narrow(op);
   b.launches.push_back([=, data = &*ws.data, queue = b.queue](const Binding::Size& size) {

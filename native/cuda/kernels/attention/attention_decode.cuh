@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
     return;
   }
   if (warp >= kConsumers) {
-    if constexpr (kBulk) copy_boxes<kDim>(a, boxes.map, splits, own, full, empty, ring, stages);
-    else copy_splits<kDim, kType, producers(kPairs, false)>(a, splits, own, full, empty, ring, stages);
+    if constexpr (kBulk) copy_boxes<kDim, kLean>(a, boxes.map, splits, own, full, empty, ring, stages);
+    else copy_splits<kDim, kType, producers(kPairs, false), kLean>(a, splits, own, full, empty, ring, stages);
     return;
   }
 
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
       attender.begin_part();
       begins = false, merges = splits.split() == rows.first_split;
     }
-    const Extent extent(rows, splits.split());
+    const Extent<kLean> extent(rows, splits.split());
     attender.attend(extent, own, place);
     place.advance(2 * extent.blocks, stages);
     if constexpr (kLean) {

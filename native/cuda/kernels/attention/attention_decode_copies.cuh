@@ -36,7 +36,7 @@ struct Shape {
 };
 
 // A copying warp's part: copies keys and values of the CTA's KV splits to the ring.
-template <int kDim, CacheType kType, int kProducers>
+template <int kDim, CacheType kType, int kProducers, bool kLean>
 __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint32_t full, uint32_t empty, uint32_t ring,
                             int stages) {
   using S = Shape<kDim, kType, false>;
@@ -50,7 +50,7 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
   for (; splits.left(); splits.next()) {
     const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
-    const Extent extent(rows, splits.split());
+    const Extent<kLean> extent(rows, splits.split());
     const int known = extent.known(own);
     // Each lane has one of the KV split's spans, at most 16.
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
@@ -136,7 +136,7 @@ CUtensorMap boxes_of(const LayerCache& cache) {
 // The part of the one copying warp if the copy engine copies whole boxes. The warp itself copies the rows of a box that
 // reaches beyond the positions in the cache, and writes zeros for the others: what a span holds there may be NaN, whose
 // product with a weight of zero is none.
-template <int kDim>
+template <int kDim, bool kLean>
 __device__ void copy_boxes(const Attention& a, const CUtensorMap& map, KvSplits splits, bool own, uint32_t full,
                            uint32_t empty, uint32_t ring, int stages) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -149,7 +149,7 @@ __device__ void copy_boxes(const Attention& a, const CUtensorMap& map, KvSplits 
   for (; splits.left(); splits.next()) {
     const DecodeRows& rows = splits.rows();
     if (!rows.count) continue;
-    const Extent extent(rows, splits.split());
+    const Extent<kLean> extent(rows, splits.split());
     const int known = extent.known(own);
     // Each lane has one of the KV split's spans, at most 16.
     const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;

@@ -76,7 +76,7 @@ class Attender {
   }
 
   // place: the pipeline stage of the KV split's first keys.
-  __device__ void attend(const Extent& extent, bool own, PipelineStage place) {
+  __device__ void attend(const Extent<kLean>& extent, bool own, PipelineStage place) {
     const int lane_ = opaque(this->lane_), warp_ = opaque(this->warp_);
     const int from_rows = own ? extent.start : extent.last + 1;  // positions from here on are own rows
     const uint32_t keys = shared_address(memory_.own_keys), values = shared_address(memory_.own_values);
@@ -161,7 +161,8 @@ class Attender {
             scores[t][i] = sloped(a_, heads_[h], scores[t][i], position_of(t, i) - positions_[h]);
         }
     }
-    const bool masks = extent.begin < all_from_ || extent.begin + kKvSplitTokens - 1 > all_to_;
+    const bool none = !kLean && block >= extent.blocks;  // what follows the KV split's last block may be visible
+    const bool masks = none || extent.begin < all_from_ || extent.begin + kKvSplitTokens - 1 > all_to_;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (h && !both_) break;
@@ -170,7 +171,8 @@ class Attender {
         for (int t = 0; t < 4; t++)
 #pragma unroll
           for (int i = 2 * h; i < 2 * h + 2; i++)
-            if (const int at = position_of(t, i); at > positions_[h] || at < least_[h]) scores[t][i] = -INFINITY;
+            if (const int at = position_of(t, i); none || at > positions_[h] || at < least_[h])
+              scores[t][i] = -INFINITY;
       }
       float now = -INFINITY;
 #pragma unroll

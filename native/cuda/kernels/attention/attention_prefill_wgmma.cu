@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     copy_items<kDim, kPrefillPairs>(
         a, tiles, count, barriers, at_stage, ring, [&](const Item& item, const TileRows& rows) {
-          copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.first_split * kKvSplitTokens, rows.last,
-                             stages, at_stage, ring);
+          copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.begin_of(rows.first_split, kTokens),
+                             rows.last, stages, at_stage, ring);
         });
     return;
   }
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (item.kv_head < 0) return;
     const TileRows rows(a, item.tile, kPrefillPairs);
     const int last = rows.last;
-    int begin = rows.first_split * kKvSplitTokens;
+    int begin = rows.begin_of(rows.first_split, kTokens);
     if (group * kBlock >= rows.count) {
       // No products synchronize the warps here. Without all_here(), a warp that falls more than a turn of the ring
       // behind the others would miss the phase of a stage and wait forever.
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       attender.take_weights();
     };
     const auto go_on = [&](int stage) {
-      const bool first = begin % kKvSplitTokens == 0;
+      const bool first = begin % kKvSplitTokens == 0 || before < 0;
       if (!first) attender.shrink_values();
       else if (before >= 0) attender.end_split(true);
       attender.begin_values(stages + stage * S::kStageBytes + S::kTensorBytes, first);

@@ -6,7 +6,7 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// For 16-bit caches and heads of 64, 128 or 256 features, without slopes and sinks; capability 9.0.
+// For 16-bit caches and heads of 64, 128 or 256 features, without slopes; capability 9.0.
 void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Rope* rope,
                           const Queue& queue);
 // The same for heads of 256 features.

@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     Pipeline<kStages> ring;
     copy_items<kDim, kPairs>(a, tiles, count, barriers, at_stage, ring, [&](const Item& item, const TileRows& rows) {
-      copy_context(a, a.tables + rows.tile.table, item.kv_head, rows.first_split * kKvSplitTokens, rows.last, stages,
-                   at_stage, ring);
+      copy_context(a, a.tables + rows.tile.table, item.kv_head, rows.begin_of(rows.first_split, kTokens), rows.last,
+                   stages, at_stage, ring);
     });
     return;
   }
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Item item = barriers.items[number % kItems];
     if (item.kv_head < 0) return;
     const TileRows rows(a, item.tile, kPairs);
-    const int start = rows.first_split * kKvSplitTokens, blocks = (rows.last - start) / kTokens + 1;
+    const int start = rows.begin_of(rows.first_split, kTokens), blocks = (rows.last - start) / kTokens + 1;
     all_here();  // nobody uses the previous queries and weights any more
     copy_queries(a, rows, item.kv_head, shared);
     all_here();
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Values<kHalf> values;
     SplitSums split, ended;
     PipelineStage keys = next, value = next.after(blocks > 1 ? 2 : 1, kStages);  // the next ones that this one reads
-    const auto begins_split = [&](int block) { return (start + block * kTokens) % kKvSplitTokens == 0; };
+    const auto begins_split = [&](int block) { return !block || (start + block * kTokens) % kKvSplitTokens == 0; };
     // Behind the last block the scores of anything: control flow that depends on blocks would keep the compiler from
     // having two products under way.
     const auto begin_scores = [&](int block) {

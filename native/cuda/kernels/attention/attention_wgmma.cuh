@@ -196,7 +196,8 @@ class Values {
     for (int h = 0; h < 2; h++, pair += 8) {
       const bool there = pair < rows.count && rows.has(pair, kv_head);
       const int row = there ? rows.row(pair) : 0, column = rows.head(pair, kv_head) * dim + feature;
-      const float inverse = inverse_of(total_sum_[h]);
+      const float sum = there ? with_sink(a, rows.head(pair, kv_head), total_sum_[h], total_most_[h]) : 1.0f;
+      const float inverse = inverse_of(sum);
 #pragma unroll
       for (int v = 0; v < kFeatures / 8; v += 4) {
         uint32_t words[4];

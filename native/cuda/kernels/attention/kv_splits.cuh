@@ -155,14 +155,18 @@ class KvSplits {
   DecodeRows rows_;
 };
 
-// The positions of a KV split, in blocks of 64. The own rows, which are those of the tile and of the sequence's tiles
-// before it, have the positions from `start` on: if this kernel stores them, they are not in the cache yet.
+// The positions of a KV split, in blocks of 64, from the first block on that a row sees. The own rows, which are those
+// of the tile and of the sequence's tiles before it, have the positions from `start` on: if this kernel stores them,
+// they are not in the cache yet. kLean: a tile's only KV split, of which all blocks are read, since the kernel for
+// these has no registers left.
+template <bool kLean>
 struct Extent {
   int begin, last, start, blocks;
 
   __device__ Extent(const DecodeRows& rows, int split)
-      : begin(split * kKvSplitTokens), start(rows.tile.start - rows.tile.before) {
-    last = min(rows.last, begin + kKvSplitTokens - 1);
+      : begin(kLean ? split * kKvSplitTokens : rows.begin_of(split, kTokens)),
+        start(rows.tile.start - rows.tile.before) {
+    last = min(rows.last, (split + 1) * kKvSplitTokens - 1);
     blocks = (last - begin) / kTokens + 1;
   }
   // Positions from here on are not in the cache. own: this kernel stores the own rows.
