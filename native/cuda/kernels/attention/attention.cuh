@@ -21,18 +21,23 @@ __device__ inline int first_seen(const Attention& a, int row, int position) {
 }
 
 // The rows and heads of a tile. kDecode: the tile has few pairs, so a loop finds the row of a pair faster than a
-// division.
+// division. Elsewhere a pair is divided by the group as a product with its inverse.
 template <bool kDecode>
 struct RowsOfTile {
   AttentionTile tile;
   int group, count;             // query heads per KV head; pairs in the tile
+  uint32_t inverse;             // 2^32 / group, rounded up: right for pairs below 2^32 / group; 0 for groups of one
   int least, last;              // positions visible to any pair
   int first_split, last_split;  // KV splits of these
   int first_head, heads;        // first KV head's query heads on earlier ranks; this rank's query heads
 
   RowsOfTile() = default;
   __device__ RowsOfTile(const Attention& a, const AttentionTile& t, int most)
-      : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
+      : tile(t),
+        group(a.group),
+        inverse(kDecode ? 0 : 0xffffffffu / a.group + 1),
+        first_head(a.first),
+        heads(a.queries) {
     count = max(0, min(most, t.count * a.group - first()));
     const int above = rows_before(first()), below = rows_before(first() + max(count, 1) - 1);
     least = a.window ? max(0, t.start + above - a.window + 1) : 0, last = t.start + below;
@@ -43,7 +48,7 @@ struct RowsOfTile {
     first_split = least / kKvSplitTokens, last_split = last / kKvSplitTokens;
   }
   __device__ int rows_before(int pair) const {
-    if (!kDecode) return pair / group;
+    if (!kDecode) return inverse ? (int)__umulhi(pair, inverse) : pair;
     int rows = 0;
     for (; pair >= group; pair -= group) rows++;
     return rows;
