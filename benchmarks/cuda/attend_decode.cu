@@ -1,7 +1,7 @@
 // Decode attention (native/cuda/kernels/attention/attention_decode.cu) between kernels that read other memory, as in a
 // step: the time that a layer's attention adds, against the time that its bytes take; and the number of results that
 // differ from the prefill kernel's. `./attend_decode [check30 1@129 16@8000 28/4/128 int8 ...]`: N@P measures N
-// sequences at position P; HEADS/KV_HEADS/SIZE, a cache type and windowW apply to the arguments after them. nvcc -O3
+// sequences at position P; HEADS/KV_HEADS/SIZE, a cache type, windowW and sinks apply to those after them. nvcc -O3
 // -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a attend_decode.cu
 //   ../../../native/cuda/kernel_choice.cpp
 //   ../../../native/cuda/kernels/{attention/{attention*,latent_mma},norm/rows*}.cu -o attend_decode
