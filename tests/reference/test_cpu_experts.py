@@ -14,7 +14,7 @@ from reference.toy import item, plan, spans_for, start
 __all__ = ["seed"]  # a fixture
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [1, 5])
 @pytest.mark.parametrize("experts, top, width, inner", toys.SIZES)
 @pytest.mark.parametrize("form, group, tolerance", FORMATS)
 def test_experts(experts, top, width, inner, form, group, tolerance, threads):

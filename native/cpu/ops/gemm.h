@@ -22,7 +22,10 @@ WorkUnit work_unit_of(int thread, int threads, int panels, int rows);
 
 // From this many rows on, threads take units of GEMMs as they become free.
 constexpr int kTakenRows = 64;
-// Fewest panels of such a unit, unless the matrix is small.
+// From this many threads on, they take the last panels of fewer rows so, too. Among fewer threads, one that is slower
+// than the others costs less than short units.
+constexpr int kTakingThreads = 4;
+// Fewest panels of a unit of many rows, unless the matrix is small.
 constexpr int kFewestPanels = 3;
 
 // Panels and rows in several units for each thread. Consecutive units have the same panels, which threads then read at

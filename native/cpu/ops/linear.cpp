@@ -5,7 +5,7 @@
 // instead of 2n, in the next linear's format if that is bfloat16. With few rows, a thread computes all its panels
 // before the product. Fused with a following add, each thread adds the columns that it computed.
 //
-// On tiles, threads take units of panels and rows as they become free. With few rows, also elsewhere, each first reads
+// On tiles, threads take units of panels and rows as they become free. With few rows, elsewhere too, each first reads
 // panels of its own as one stream, two thirds of an equal part, and they take the rest in up to four units a thread.
 #include "cpu/isa.h"
 #include "cpu/ops/gemm.h"
@@ -14,10 +14,8 @@
 namespace as {
 namespace {
 
-// With fewer rows, integers are multiplied by vector instructions,
+// With fewer rows, integers are multiplied by vector instructions.
 constexpr int kFewRows = 8;
-// whose few rows are divided equally among fewer threads, and where several panels are read in turn (tile.h: kStreams).
-constexpr int kTakingThreads = 4;
 
 class Linear : public RowOp {
  public:
@@ -48,7 +46,8 @@ class Linear : public RowOp {
     const int panels = gated_ ? m_.panels() / 2 : m_.panels(), threads = core_.pool.size();
     const int rows = range.size();
     const bool tiles = core_.k.multiply_tiles && (m_.pairs || m_.planes) && threads > 1;
-    // Float32 matrices, such as a router's, are small.
+    // Not float32 matrices, such as a router's, which are small, and not where a thread reads several panels in turn
+    // (tile.h: kStreams).
     const bool few = m_.format != Format::f32 && rows < kManyRows && threads >= kTakingThreads && !uses_streams();
     if (tiles && rows >= kTakenRows) {
       const WorkUnits units(threads, panels, rows);
