@@ -202,11 +202,11 @@ class Profile:
         return "\n".join(lines)
 
     def _experts_on_the_gpu(self) -> str:
-        """In a mixed group with a GPU, which of its experts the GPU computed; "" if none."""
+        """In a mixed group with a GPU, which experts the GPU computed; "" if none."""
         if self.waits is None or not (self.waits.hits or self.waits.streamed_rows):
             return ""
-        return (f"on the GPU: {self.waits.hits} of {self.waits.uses} experts that rows chose, and all those of "
-                f"{self.waits.streamed_rows} rows of prompts, over all layers")
+        return (f"on the GPU: {self.waits.hits} of {self.waits.uses} experts that rows chose, and some or all of "
+                f"those of {self.waits.streamed_rows} rows of prompts, over all layers")
 
     def _sides(self) -> str:
         """In a mixed group, the milliseconds that each side spends in a layer with experts on average, in one line: the

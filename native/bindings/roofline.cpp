@@ -26,10 +26,10 @@ MultiplyAdd integer_multiply_add() {
   return kernels().integer_multiply_add;
 }
 
-// The greatest amount of work a second of all threads together in `repeats` turns. Each thread has `kPieces` pieces,
+// The greatest amount of work a second of all threads together in `repeats` turns. Each thread has `kUnits` units,
 // and takes others' when it has none left: the processors of a virtual machine are not equally fast. work(thread,
-// piece) returns the piece's amount.
-constexpr int kPieces = 32;
+// unit) returns the unit's amount.
+constexpr int kUnits = 32;
 template <typename F>
 double greatest_rate(Pool& pool, int threads, int repeats, F&& work) {
   using Clock = std::chrono::steady_clock;
@@ -42,7 +42,7 @@ double greatest_rate(Pool& pool, int threads, int repeats, F&& work) {
       double sum = 0;
       for (int i = 0; i < threads; i++) {
         const int owner = (t + i) % threads;
-        for (int piece; (piece = taken[owner]++) < kPieces;) sum += work(t, owner * kPieces + piece);
+        for (int unit; (unit = taken[owner]++) < kUnits;) sum += work(t, owner * kUnits + unit);
       }
       amounts[t] = sum;
     });
@@ -104,7 +104,7 @@ class RooflineMeter {
 
  private:
   static constexpr int kKinds = 3, kRepeats = 4;
-  // Floats per piece: few enough for a thread to stop on time, and enough to make the start of a piece insignificant.
+  // Floats of a unit: few enough for a thread to stop on time, and enough to make the start of one insignificant.
   static constexpr size_t kTouched = 1 << 18, kRead = 1 << 20;
 
   size_t begin(int t) const { return memory_.size() / sizeof(float) * t / threads_; }
@@ -160,19 +160,19 @@ void bind_roofline(py::module_& m) {
         py::gil_scoped_release release;
         Pool pool(threads, std::move(cpus), true);
         Buffer memory(megabytes << 20, "measuring bandwidth");
-        const size_t floats = memory.size() / sizeof(float), pieces = (size_t)kPieces * threads;
-        const auto begin = [&](size_t piece) { return floats * piece / pieces; };
+        const size_t floats = memory.size() / sizeof(float), units = (size_t)kUnits * threads;
+        const auto begin = [&](size_t unit) { return floats * unit / units; };
         pool.run([&](int t) {
-          std::fill(memory.as<float>() + begin(t * kPieces), memory.as<float>() + begin((t + 1) * kPieces), 1.0f);
+          std::fill(memory.as<float>() + begin(t * kUnits), memory.as<float>() + begin((t + 1) * kUnits), 1.0f);
         });
         std::vector<float> keep(threads);
-        const double bandwidth = greatest_rate(pool, threads, repeats, [&](int t, int piece) {
-          const size_t n = begin(piece + 1) - begin(piece);
-          keep[t] += kernels().read_memory(memory.as<float>() + begin(piece), n);
+        const double bandwidth = greatest_rate(pool, threads, repeats, [&](int t, int unit) {
+          const size_t n = begin(unit + 1) - begin(unit);
+          keep[t] += kernels().read_memory(memory.as<float>() + begin(unit), n);
           return (double)(n * sizeof(float));
         });
         const double rate = greatest_rate(
-            pool, threads, repeats, [&](int t, int) { return kernels().multiply_add(3'000'000 / kPieces, &keep[t]); });
+            pool, threads, repeats, [&](int t, int) { return kernels().multiply_add(3'000'000 / kUnits, &keep[t]); });
         return std::make_pair(bandwidth, rate);
       },
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
@@ -185,7 +185,7 @@ void bind_roofline(py::module_& m) {
         Pool pool(threads, std::move(cpus), true);
         const auto rate = [&](bool integers) {
           return greatest_rate(pool, threads, repeats,
-                               [&](int, int) { return kernels().multiply_tiles(300'000 / kPieces, integers); });
+                               [&](int, int) { return kernels().multiply_tiles(300'000 / kUnits, integers); });
         };
         const double floats = rate(false);
         return std::make_pair(floats, rate(true));
@@ -200,7 +200,7 @@ void bind_roofline(py::module_& m) {
         if (!work) return 0.0;
         Pool pool(threads, std::move(cpus), true);
         std::vector<float> keep(threads);
-        return greatest_rate(pool, threads, repeats, [&](int t, int) { return work(1'000'000 / kPieces, &keep[t]); });
+        return greatest_rate(pool, threads, repeats, [&](int t, int) { return work(1'000'000 / kUnits, &keep[t]); });
       },
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
       "8-bit multiplications and additions/s, summed in 32 bits, of all threads together: the best of `repeats`. 0 if\n"

@@ -1,5 +1,5 @@
-// The threads of one rank: every thread runs the same function with its index. Most work is divided statically; threads
-// take units of long prompts' GEMMs as they become free (ops/work_counter.h).
+// The threads of one rank: every thread runs the same function with its index. Most work is divided statically; units
+// of GEMMs are taken by threads as they become free (ops/work_counter.h).
 #pragma once
 #include <cstdint>
 #include <functional>

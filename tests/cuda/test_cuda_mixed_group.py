@@ -18,7 +18,8 @@ from support.processes import ranks_of
 
 pytestmark = pytest.mark.cuda
 
-FORM = {"weight_dtype": "int4", "weight_group_size": 32, "compute_unit": "CUDA:0+CPU:0,0"}
+#: without hot experts, also where the unit of the tests has some
+FORM = {"weight_dtype": "int4", "weight_group_size": 32, "compute_unit": "CUDA:0+CPU:0,0", "hot_expert_memory": 0}
 MOVING = {**FORM, "hot_expert_memory": 8 << 20, "expert_streaming_rows": 24}
 
 
@@ -100,7 +101,7 @@ def test_two_gpus(monkeypatch):
             "cache_memory": 64 << 20}
     with background_group(["--gpus", gpus, "--experts-on", "cpu", "--ranks", "4"], timeout=120) as started, \
             ClientEngine(started.addresses[0]) as client:
-        with installed(client, "glm4-moe", **form, expert_streaming_rows=0) as name:
+        with installed(client, "glm4-moe", **form, hot_expert_memory=0, expert_streaming_rows=0) as name:
             expected = run_alone(client, name)
         moving = {**MOVING, **form, "engine_max_prefill_length": 64, "max_step_tokens": 96}
         with installed(client, "glm4-moe", **moving) as name:

@@ -110,8 +110,8 @@ struct Ahead {
 };
 
 // c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. second: bytes from the first tile of
-// activations to the second. kPanelStays: the next block uses the same weights, otherwise the same activations, whose
-// first `Near` steps stay in the first-level cache. Calls between() once a step.
+// activations to the second. kPanelStays: the weights are used again soon, otherwise the activations; the first `Near`
+// steps of these stay in the first-level cache. Calls between() once a step.
 template <typename F, int R, bool kPanelStays, int Near, typename Between>
 AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, int steps, char* c, bool load,
                      const Ahead& ahead, Between&& between) {

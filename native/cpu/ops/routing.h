@@ -40,17 +40,17 @@ struct Routing {
   // Calls work(expert, first entry, entries, p0, p1) for a thread's part of the GEMMs of experts [begin, end), each
   // with `panels` panels. The cost of a panel is its rows plus `streaming`, for reading it. Every column of an entry is
   // computed by one thread. From kTakingThreads on, each first has two thirds of an equal part, which it reads as one
-  // stream; then threads take short pieces of the rest from `counter` as they become free, because they are not equally
+  // stream; then threads take short units of the rest from `counter` as they become free, because they are not equally
   // fast.
   template <typename Work>
   void share(int begin, int end, int panels, int streaming, int thread, int threads, WorkCounter& counter,
              Work work) const {
     const long total = cost(begin, end, panels, streaming), own = threads < kTakingThreads ? total : total * 2 / 3;
     run_part(begin, end, panels, streaming, own * thread / threads, own * (thread + 1) / threads, work);
-    constexpr int kPiecesOfThread = 6;
-    const int pieces = threads < kTakingThreads ? 0 : kPiecesOfThread * threads;
-    counter.share(thread, pieces, [&](int i) {
-      run_part(begin, end, panels, streaming, own + (total - own) * i / pieces, own + (total - own) * (i + 1) / pieces,
+    constexpr int kUnitsOfThread = 6;
+    const int units = threads < kTakingThreads ? 0 : kUnitsOfThread * threads;
+    counter.share(thread, units, [&](int i) {
+      run_part(begin, end, panels, streaming, own + (total - own) * i / units, own + (total - own) * (i + 1) / units,
                work);
     });
   }

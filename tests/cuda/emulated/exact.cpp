@@ -26,6 +26,7 @@ int main(int count, char** arguments) {
     p.x = exact_rows(memory, p.w, c.entries());
     quantize_exact(p.w, c.x.data(), c.head.gathers ? c.head.rows : c.entries(), p.x, {});
     int tiles = (int)entries.tiles.size();
+    entries.tiles.resize(std::max(tiles, c.entries()));  // CTAs without a tile read one before they end
     p.routing.end = c.head.experts, p.routing.top = c.head.top, p.routing.row_of = entries.row_of.data();
     p.routing.tiles = entries.tiles.data(), p.routing.tile_count = &tiles;
     p.experts = experts.data(), p.bias = c.bias.empty() ? nullptr : c.bias.data(), p.gathers = c.head.gathers;

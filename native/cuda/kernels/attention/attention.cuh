@@ -53,7 +53,8 @@ struct RowsOfTile {
     for (; pair >= group; pair -= group) rows++;
     return rows;
   }
-  // The first of the blocks of so many positions of a KV split that a pair sees. Blocks before it would change nothing.
+  // The first position of a KV split's first block that a pair sees. block: positions of a block. Blocks before it
+  // would change nothing.
   __device__ int begin_of(int split, int block) const { return max(split * kKvSplitTokens, least / block * block); }
   __device__ int first() const { return kDecode ? 0 : tile.first; }  // pair
   __device__ int row(int pair) const { return tile.row + rows_before(first() + pair); }

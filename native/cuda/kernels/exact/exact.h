@@ -19,7 +19,7 @@ AS_BOTH constexpr int exact_bits(ExactFormat f) { return f == ExactFormat::int8 
 constexpr int kExactTile = 64;       // entries of a tile (ExpertTile) at most
 constexpr int kExactStageK = 64;     // columns of a stage of the GEMM
 constexpr int kExactFew = 8;         // rows of a step up to which the kernel for few rows is chosen
-constexpr int kExactPairs = 4;       // as many with 16-bit activations are multiplied by another one
+constexpr int kExactPairs = 4;       // rows up to which both planes of 16-bit activations are multiplied at once
 constexpr int kExactLongest = 1024;  // columns of a group with 16-bit activations
 
 // One expert's matrix [n, k], or those of all experts of a layer, without the weights' address.
