@@ -53,13 +53,8 @@ class Linear : public RowOp {
       const WorkUnits units(threads, panels, rows);
       counter_.share(thread, units.size(), [&](int i) { multiply(a, units[i], range.begin, all); });
     } else if (few || (tiles && (m_.pairs || rows >= kFewRows))) {
-      const int own = 2 * panels / (3 * threads), rest = panels - own * threads;
-      multiply(a, {own * thread, own * (thread + 1), 0, rows}, range.begin, all);
-      const int units = std::min(rest, 4 * threads);
-      counter_.share(thread, units, [&](int i) {
-        const auto [p0, p1] = part(rest, i, units);
-        multiply(a, {panels - rest + p0, panels - rest + p1, 0, rows}, range.begin, all);
-      });
+      counter_.share_last(thread, panels, 4,
+                          [&](int64_t p0, int64_t p1) { multiply(a, {(int)p0, (int)p1, 0, rows}, range.begin, all); });
     } else {
       multiply(a, work_unit_of(thread, threads, panels, rows), range.begin, all);
     }

@@ -45,14 +45,10 @@ struct Routing {
   template <typename Work>
   void share(int begin, int end, int panels, int streaming, int thread, int threads, WorkCounter& counter,
              Work work) const {
-    const long total = cost(begin, end, panels, streaming), own = threads < kTakingThreads ? total : total * 2 / 3;
-    run_part(begin, end, panels, streaming, own * thread / threads, own * (thread + 1) / threads, work);
-    constexpr int kUnitsOfThread = 6;
-    const int units = threads < kTakingThreads ? 0 : kUnitsOfThread * threads;
-    counter.share(thread, units, [&](int i) {
-      run_part(begin, end, panels, streaming, own + (total - own) * i / units, own + (total - own) * (i + 1) / units,
-               work);
-    });
+    const long total = cost(begin, end, panels, streaming);
+    const auto run = [&](long from, long to) { run_part(begin, end, panels, streaming, from, to, work); };
+    if (threads < kTakingThreads) run(total * thread / threads, total * (thread + 1) / threads);
+    else counter.share_last(thread, total, 6, run);
   }
 
   // The same, for many rows: threads take parts of the experts' panels from `counter` as they become free.
