@@ -1,6 +1,6 @@
-"""Measures a served mixed group: routed experts on CPUs, the rest of the model on a GPU (or on CPUs).
+"""Measures a served mixed group: routed experts on CPUs, the rest of the model on GPUs (or on CPUs).
 
-    bench_mixed.py [gpt-oss-120b|30b-a3b] [--layers 12] [--gpu 0] [--threads 14] [--weight-dtype auto]
+    bench_mixed.py [gpt-oss-120b|30b-a3b] [--layers 12] [--gpus 0] [--threads 14] [--weight-dtype auto]
                    [--requests 1,4,16] [--prompts 2048,8192] [--streaming 0,-1] [--step-tokens 0] [--skew 0]
                    [--hot 0] [--expert-ranks 0] [--tokens 200] [--profile] [--folder /dev/shm]
 
@@ -182,14 +182,15 @@ def measured(shape: Shape, given: argparse.Namespace, fields: dict, ranks: int, 
     """Serves a model with these fields, and measures it. ranks: of experts; 0: one for each node."""
     rng = np.random.default_rng(1)
     options: dict = {"models": [fields], "experts_on": "cpu"}
-    if given.gpu >= 0:
-        options["gpus"] = [given.gpu]
+    gpus = [int(gpu) for gpu in given.gpus.split(",") if gpu]
+    if gpus:
+        options["gpus"] = gpus
     cpus = sorted(os.sched_getaffinity(0))
     threads = given.threads or (max(len(cpus) - 2, ranks) // ranks if ranks else 0)
     if threads:
         options["cpus_per_rank"] = threads
     if ranks:
-        options["ranks"] = 1 + ranks
+        options["ranks"] = max(len(gpus), 1) + ranks
     of_experts = cpus[:threads * max(ranks, 1) or max(len(cpus) - 2, 1)]
     file = Path(fields["model_path"]) / "group.json"
     file.write_text(json.dumps(options))
@@ -247,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", nargs="?", choices=SHAPES, default="gpt-oss-120b")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--gpu", type=int, default=0, help="-1: the model's rank computes on CPUs")
+    parser.add_argument("--gpus", default="0", help='one rank of the model on each; "": one on CPUs')
     parser.add_argument("--threads", type=int, default=0, help="of each rank (default: the launcher's choice)")
     parser.add_argument("--weight-dtype", default="")
     parser.add_argument("--requests", default="1,4,16")
@@ -262,7 +263,7 @@ def main() -> None:
     parser.add_argument("--folder", default="/dev/shm")
     given = parser.parse_args()
     shape = SHAPES[given.shape]
-    pcie = copy_bandwidth(given.gpu) if given.gpu >= 0 else 50e9
+    pcie = copy_bandwidth(int(given.gpus.split(",")[0])) if given.gpus else 50e9
     numbers = [int(n) for n in given.requests.split(",") if n]
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         began = time.perf_counter()

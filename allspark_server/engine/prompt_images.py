@@ -150,8 +150,9 @@ class ImageStage:
 
     def _joined(self, image: ImageInput, views: Sequence[np.ndarray | None]) -> np.ndarray:
         """An image's rows, of those of its views."""
-        rows = views[0] if len(views) == 1 else np.concatenate(views)  # type: ignore[arg-type]
-        assert rows is not None
+        known = [view for view in views if view is not None]
+        assert len(known) == len(views)
+        rows = known[0] if len(known) == 1 else np.concatenate(known)
         if image.order is None:
             return rows
         found = rows[image.order]

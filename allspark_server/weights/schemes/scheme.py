@@ -106,9 +106,9 @@ def check_finite(tensor: StoredTensor) -> None:
     data = tensor.values
     exponents = _EXPONENTS.get(tensor.dtype)
     if exponents is None:
-        bad = data.size - np.count_nonzero(np.isfinite(data))
+        bad = int(np.count_nonzero(~np.isfinite(data)))
     else:
-        bad = np.count_nonzero((data.view(np.uint16) & exponents) == exponents)
+        bad = int(np.count_nonzero((data.view(np.uint16) & exponents) == exponents))
     if bad:
         wrong(tensor, f"holds {bad} scales that are NaN or infinite")
 
