@@ -7,7 +7,40 @@ namespace as::cuda {
 namespace {
 
 constexpr int kMaxBlocks = blocks_of(kMaxIntegers);  // blocks of K
+constexpr int kGroupChunks = kFloatGroup / kChunkColumns;
 enum class ByteForm { integers, floats, float_groups };
+
+// Where the chunk of a row is stored. blocks: of a row.
+__device__ uint4* place_of(const ByteRows& out, int row, int chunk, int blocks) {
+  return reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * blocks + chunk / 4) * kByteBlock +
+                                  byte_chunk(row % kBlock, chunk % 4));
+}
+
+// Stores a chunk of a group that eight adjacent lanes have, if it exists. All lanes of a warp must call it.
+template <bool kTiles>
+__device__ void store_group(int chunk, int row, int rows, const Chunk<kTiles>& x, const Segments& segments,
+                            const ByteRows& out) {
+  const ByteScale<true> scale = scale_of_group(x);
+  if (row >= rows || chunk >= segments.blocks * 4) return;
+  int none = 0;
+  *place_of(out, row, chunk, segments.blocks) = scale.bytes(x, none);
+  if (chunk % kGroupChunks == 0)
+    out.sums[(size_t)segments.end(chunk / 4) * (blocks_of(rows) * kBlock) + row] = scale.scale;
+}
+
+// Groups need nothing of their row: a CTA quantizes one of several rows, so that few rows keep all SMs busy, too.
+constexpr int kGroupRows = 32;
+template <bool kTiles>
+__global__ void __launch_bounds__(kGroupRows* kGroupChunks)
+    group_bytes_kernel(Rows in, int rows, Segments segments, ByteRows out) {
+  const int row = blockIdx.y * kGroupRows + threadIdx.x / kGroupChunks,
+            chunk = blockIdx.x * kGroupChunks + threadIdx.x % kGroupChunks;
+  let_next_begin();
+  await_previous();
+  Chunk<kTiles> x;
+  x.read(in, row, row < rows ? chunk * kChunkColumns : in.width);
+  store_group(chunk, row, rows, x, segments, out);
+}
 
 // A CTA quantizes a row at a time; if rows are short, it prefetches its next row before it computes. kTiles: `in` is in
 // tiles. kKept: chunks that a thread keeps in registers. kNorms: the row is normalized first, and all of its chunks are
@@ -56,27 +89,9 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
       for (int w = 0; w < kWarps; w++) square += squares[turn][w];
       kept[0].norm(norm_factor(square, k, norm), weights[0], norm.unit_offset ? 1.0f : 0.0f);
     }
-    const auto place_of = [&](int chunk) {
-      return reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + chunk / 4) * kByteBlock +
-                                      byte_chunk(row % kBlock, chunk % 4));
-    };
     if constexpr (kForm == ByteForm::float_groups) {
-      const auto store = [&](int chunk, const Chunk<kTiles>& x) {
-        const ByteScale<true> scale = scale_of_group(x);
-        if (chunk >= chunks) return;
-        int none = 0;
-        *place_of(chunk) = scale.bytes(x, none);
-        if (chunk % (kFloatGroup / kChunkColumns) == 0)
-          out.sums[(size_t)segments.end(chunk / 4) * (blocks_of(rows) * kBlock) + row] = scale.scale;
-      };
-#pragma unroll
-      for (int i = 0; i < kKept; i++) store(chunk_of(i), kept[i]);
-      if constexpr (!kNorms)
-        for (int chunk = chunk_of(kKept); chunk - lane < chunks; chunk += kThreads) {
-          Chunk<kTiles> x;
-          x.read(in, row, chunk * kChunkColumns);
-          store(chunk, x);
-        }
+      static_assert(kNorms);
+      store_group(chunk_of(0), row, rows, kept[0], segments, out);
       continue;
     }
     uint32_t most = 0;
@@ -96,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kKept > 2 && kTiles ? 1024 / kThread
     if (threadIdx.x == 0) out.scales[row] = scale.scale;
     const auto store = [&](int chunk, const Chunk<kTiles>& x) {
       int sum = 0;
-      *place_of(chunk) = scale.bytes(x, sum);
+      *place_of(out, row, chunk, segments.blocks) = scale.bytes(x, sum);
       return sum;
     };
     // A warp's chunks mostly belong to one segment; then the warp adds once.
@@ -139,10 +154,10 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
   const ByteForm form = p.w.has_float_groups() ? ByteForm::float_groups
                         : p.w.quants.floats    ? ByteForm::floats
                                                : ByteForm::integers;
-  const auto kernel = form == ByteForm::float_groups
-                          ? bytes_kernel<ByteForm::float_groups, kNorms, kTiles, kThreads, kKept>
-                      : form == ByteForm::floats ? bytes_kernel<ByteForm::floats, kNorms, kTiles, kThreads, kKept>
-                                                 : bytes_kernel<ByteForm::integers, kNorms, kTiles, kThreads, kKept>;
+  auto kernel = form == ByteForm::floats ? bytes_kernel<ByteForm::floats, kNorms, kTiles, kThreads, kKept>
+                                         : bytes_kernel<ByteForm::integers, kNorms, kTiles, kThreads, kKept>;
+  if constexpr (kNorms)
+    if (form == ByteForm::float_groups) kernel = bytes_kernel<ByteForm::float_groups, kNorms, kTiles, kThreads, kKept>;
   static int at_once[3] = {};
   int& blocks = at_once[(int)form];
   if (!blocks) {
@@ -155,6 +170,10 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
 // The fewest threads that keep a row in registers.
 template <bool kTiles>
 void quantize_rows(const GemmArgs& p, int rows, const Queue& queue) {
+  const SplitK k(p.w.k, p.w.max_split_k);
+  if (p.w.has_float_groups())
+    return start(queue, group_bytes_kernel<kTiles>, dim3(p.w.quants.groups, ceil_div(rows, kGroupRows)),
+                 kGroupRows * kGroupChunks, 0, p.x, rows, Segments(p.w, k), p.bytes);
   const int chunks = (p.w.k + kChunkColumns - 1) / kChunkColumns;
   if (chunks <= 128) quantize<false, kTiles, 128, 1>(p.x, {}, p, rows, queue);
   else if (chunks <= 2 * 128) quantize<false, kTiles, 128, 2>(p.x, {}, p, rows, queue);
