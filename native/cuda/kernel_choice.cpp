@@ -130,15 +130,14 @@ GemmAlgo choose_quantized(const Chip& chip, const Gemm& g, int rows, GemmAlgo al
   return algo == GemmAlgo::mma || !is_hopper(chip) ? GemmAlgo::mma : GemmAlgo::stream_k;
 }
 
-// The most rows of e4m3 in groups that stream_k computes faster than prefill, as measured on an H200 and, for 128 and
-// 256 rows, on an H100. Prefill has narrow tiles for them and is early the best only where CTAs compute all split-K
-// parts at once.
+// The most rows of e4m3 in groups that stream_k computes faster than prefill, as measured on an H200. Prefill is early
+// the best only where CTAs compute all split-K parts at once, in clusters, which run on ten of eleven SMs.
 int most_streamed_groups(const Chip& chip, const Matrix& w) {
-  constexpr int kPrefillColumns = 128;
+  constexpr int kPrefillColumns = 192;
   constexpr int64_t kSmall = 20 << 20;
   const SplitK k(w.k, w.max_split_k);
-  if (k.count == 1) return 128;
-  if (ceil_div(w.n, kPrefillColumns) * k.count > chip.sms) return 112;
+  if (k.count == 1) return 64;
+  if (ceil_div(w.n, kPrefillColumns) * k.count > chip.sms * 10 / 11) return 112;
   return (int64_t)w.n * w.k <= kSmall ? 24 : 48;
 }
 

@@ -247,6 +247,22 @@ def test_products_of_float8_blocks(n, k, paired):
             assert gpu.multiply(handle, x[:rows], n, None, algo).tobytes() == every[:rows].tobytes(), (rows, algo)
 
 
+# With 132 SMs these are tiles of 192 columns with parts beside one another, of 64, of 128 and 192 with parts after one
+# another, and of 192 with whole sums.
+@pytest.mark.parametrize("n, k, rows", [(4600, 3584, 40), (3580, 3584, 250), (3580, 18944, 500), (3580, 18944, 4300),
+                                        (18004, 896, 1100)])
+def test_wide_tiles_of_float8_blocks(n, k, rows):
+    rng, gpu = np.random.default_rng(SEED), executor()
+    quants = rng.integers(0, 0x78, (n, k)).astype(np.uint8) | rng.integers(0, 2, (n, k)).astype(np.uint8) << 7
+    scales = np.repeat(rng.uniform(1e-4, 2e-4, (-(-n // 64), -(-k // 128))), 64, 0)[:n].astype(np.float32)
+    words, handle = scales.view(np.uint32), gpu.add_matrix(n, k, "float8", 128)
+    gpu.fill_quantized(handle, quants, words.astype(np.uint16), (words >> 16).astype(np.uint16), 8, k, 128, 0)
+    x = np.resize(rng.normal(size=(min(rows, 997), k)).astype(np.float32), (rows, k))
+    bias = rng.normal(size=n).astype(np.float32)
+    few, many = (gpu.multiply(handle, x, n, bias, algo) for algo in ("stream_k", "prefill"))
+    assert np.array_equal(many.view(np.uint32), few.view(np.uint32))
+
+
 @pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("int4", 64), ("int8", 0), ("w8a8", 0),
                                          ("w4a8", 64)])
 @pytest.mark.parametrize("n, k", [(17004, 700), (3700, 2900), (9000, 1536)])

@@ -273,8 +273,9 @@ SLOW_MEMORY = {"read": 800, "widen": [14, 13]}  # GDDR
     ({}, (3584, 3584, "w8a8"), {}, [(1, "gemv, quantizes"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
     ({}, (4608, 3584, "float8"), {"normed": True},
      [(1, "gemv, norms"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
-    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (112, "stream_k"), (None, "prefill")]),
-    ({}, (37888, 3584, "float8", 128), {"gated": True}, [(128, "stream_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (24, "stream_k"), (None, "prefill")]),
+    ({}, (6400, 8192, "float8", 128), {"normed": True}, [(112, "stream_k"), (None, "prefill")]),
+    ({}, (37888, 3584, "float8", 128), {"gated": True}, [(64, "stream_k"), (None, "prefill")]),
     ({}, (3584, 3584, "float8", 128), {}, [(24, "stream_k"), (None, "prefill")]),
     ({}, (3584, 18944, "float8", 128), {}, [(48, "stream_k"), (None, "prefill")]),
     ({}, (3584, 1344, "float8", 128), {}, [(None, "stream_k")]),  # steps of prefill are whole groups

@@ -20,14 +20,18 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
+// The address of the same place in another CTA of the cluster.
+__device__ inline uint32_t address_at(const void* shared, int block) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(block));
+  return there;
+}
 // Arrives at a barrier of another CTA of the cluster. It signals the end of reads, so it needs no fence of writes.
+__device__ inline void barrier_arrive_at(uint32_t there) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
-  asm volatile(
-      "{ .reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
-      "r"(block)
-      : "memory");
+  barrier_arrive_at(address_at(barrier, block));
 }
 __device__ inline void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(

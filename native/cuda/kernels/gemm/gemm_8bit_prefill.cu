@@ -22,8 +22,8 @@ namespace as::cuda {
 namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Epilogue of a tile whose split-K parts lie in the shared memory of a cluster's CTAs. The threads of these CTAs take
-// turns over groups of four columns.
+// Epilogue of a tile whose split-K parts lie in the shared memory of a cluster's CTAs. The last kAdders threads of
+// these CTAs take turns over groups of four columns.
 template <typename S, bool kGated>
 __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint32_t sums, int k_part, int k_parts,
                            int first_rank) {
@@ -51,7 +51,7 @@ __device__ void add_beside(const GemmArgs& p, int rows, const TilePart& at, uint
                        __fmul_rn(__fmul_rn(of[0].z, four[2]), of_row), __fmul_rn(__fmul_rn(of[0].w, four[3]), of_row));
   };
 #pragma unroll 2
-  for (int i = k_part * kThreads + threadIdx.x; i < count; i += k_parts * kThreads) {
+  for (int i = k_part * S::kAdders + (int)threadIdx.x - (kThreads - S::kAdders); i < count; i += k_parts * S::kAdders) {
     const int row = i / fours, c = i % fours * 4, column = first_column + c;
     if (column >= width) continue;
     if constexpr (!kGated) {
@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int count = parts.count();
   // Blocks of K of the split-K parts that this CTA computes.
   const int first_block = k_part * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
-  const uint32_t stages = shared_address(shared);
+  uint32_t stages = shared_address(shared);
+  asm volatile("" : "+r"(stages));  // keeps it: the compiler would compute it again in every step
   if (!late) let_next_begin();
   if (threadIdx.x == 0) {
     // A stage is full once all copying threads have issued their copies and the data has arrived. It is empty once the
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = warpgroup() - 1;
   Pipeline<kStages> ring;
   if (group < 0) {
-    if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if constexpr (S::kShifts) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     // A thread of each warp issues some copies: a single thread would take longer to issue all than they take.
     if (elected()) {
       constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // per thread
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
     if (S::kBeside) await_previous();
   } else {
-    if constexpr (!S::kBeside) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    if constexpr (S::kShifts) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     await_previous();
     constexpr bool kChained = S::kSums == Sums::chained;
     typename S::Sum d[kColumns / 2];
@@ -163,11 +164,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     // A stage is released to all sharing CTAs, by one thread each. If only the CTAs that copy for this one got it, a
     // CTA that waits for nothing (a tile beyond the last) could arrive twice before another arrives once.
     const int teller = threadIdx.x % (128 / S::kTellers);
+    const uint32_t empty_there =
+        kSharers > 1 && teller < kSharers ? address_at(&empty[0], teller * k_parts + k_part) : shared_address(empty);
     const auto release = [&](int stage) {
       if (teller >= kSharers) return;
-      if (kSharers == 1) barrier_arrive(&empty[stage]);
-      else barrier_arrive_at(&empty[stage], teller * k_parts + k_part);
+      if (kSharers == 1) barrier_arrive(empty_there + stage * 8);
+      else barrier_arrive_at(empty_there + stage * 8);
     };
+    // Descriptors of the first stage's operands: few instructions may lie between a step's products.
+    const uint64_t own_rows = byte_descriptor(stages + group * kStep * kByteBlock),
+                   columns = byte_descriptor(stages + S::kRowBytes);
     barrier_wait(&full[0], 0);
     const int begun = places[0].begin, steps = (places[0].end - begun) / kStep;
     const bool apart = !S::kBeside && steps > S::kAhead;
@@ -194,12 +200,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         int last = 0;
         // Multiplies one block of a stage. There must be no branch between wgmma instructions in flight.
         const auto multiply_block = [&](int block, bool adds) {
-          const uint32_t stage = stages + ring.stage * S::kStageBytes;
-          const uint32_t own = stage + (group * kStep + block) * kByteBlock,
-                         theirs = stage + S::kRowBytes + block * kColumns * kByteRow;
+          const int stage = ring.stage * S::kStageBytes;
+          const uint64_t own = further(own_rows, stage), theirs = further(columns, stage);
 #pragma unroll
           for (int i = 0; i < 2; i++)
-            multiply<kColumns>(d, own + i * kStepBytes, theirs + i * kStepBytes, i > 0 || adds);
+            multiply<kColumns>(d, further(own, block * kByteBlock + i * kStepBytes),
+                               further(theirs, block * kColumns * kByteRow + i * kStepBytes), i > 0 || adds);
         };
         if constexpr (S::kScaled) {
           const int row = at.row + group * kBlock + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -207,25 +213,40 @@ __global__ void __launch_bounds__(kThreads, 1)
           const float* from = p.bytes.sums + (b + kStep - 1) * stride + (there ? row : 0);
           float of_rows[2] = {from[0], from[8]};
           forget(d), forget(scaled);
+          constexpr bool kBlocks = S::kForm == Form::float_blocks;
+          barrier_wait(&full[ring.stage], ring.parity);
 #pragma unroll 1
-          for (; b < end; b += kStep, ring.next()) {
-            barrier_wait(&full[ring.stage], ring.parity);
+          while (b < end) {
+            const int stage = ring.stage;
+            const bool tells = group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart;
             // The next step's scales, which may come late.
             if (b + kStep < end) from += kStep * stride;
             const float next[2] = {from[0], from[8]};
+            const auto go_on = [&] {
+              b += kStep, ring.next();
+              if (b < end) barrier_wait(&full[ring.stage], ring.parity);
+            };
+            const auto tell = [&] {
+              release(stage);
+              if (tells) asm volatile("bar.arrive 1, 256;" ::: "memory");
+            };
             if (there) {
               begin_wgmma();
               multiply_block(0, false), multiply_block(1, true);
               commit_wgmma();
+              // All that needs no sums is done while they are computed: a warpgroup has little more time between two
+              // steps' products than the other one's products take.
+              const GroupScales<kBlocks, kColumns> scales(stages + stage * S::kStageBytes + S::kScalesAt, of_rows);
+              go_on();
               wait_wgmma<0>();
               settle(d);
-              add_groups<S::kForm == Form::float_blocks, kColumns>(stages + ring.stage * S::kStageBytes + S::kScalesAt,
-                                                                   of_rows, d, scaled);
+              if constexpr (kBlocks) tell();
+              scales.add(d, scaled);
+              if constexpr (!kBlocks) tell();
+            } else {
+              go_on(), tell();
             }
             of_rows[0] = next[0], of_rows[1] = next[1];
-            release(ring.stage);
-            if (group == 0 && b == begun + S::kAhead * kStep && number == 0 && apart)
-              asm volatile("bar.arrive 1, 256;" ::: "memory");
           }
           if constexpr (kChained)
 #pragma unroll
@@ -326,7 +347,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncwarp();
   if constexpr (S::kBeside) {
     cluster_barrier();
-    add_beside<S, kGated>(p, rows, parts[0], stages, k_part, k_parts, rank - k_part);
+    if (S::kAdders == kThreads || group >= 0)
+      add_beside<S, kGated>(p, rows, parts[0], stages, k_part, k_parts, rank - k_part);
   }
   // Other CTAs may still arrive at this one's barriers, or read its sums.
   if (kSharers > 1 || S::kBeside) cluster_barrier();
@@ -370,8 +392,8 @@ struct Kernel {
   }
 };
 
-// Nanoseconds of a step on an H200.
-// Estimated from cycles of 0.67 ns, the clock that the power limit allows: of tensor cores, of shared memory (128 bytes
+// Nanoseconds of a step on an H200. Of float blocks they are measured (docs/decisions/cuda-gemms.md); the others are
+// estimated from cycles of 0.67 ns, the clock that the power limit allows: of tensor cores, of shared memory (128 bytes
 // per cycle), and of the L2 cache (38 bytes per cycle for each SM).
 template <Form kForm, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
@@ -380,7 +402,9 @@ constexpr Choice choice() {
   constexpr int kCycles[] = {kStep * 2 * kColumns, (kOwn + kGroups * kTheirs + S::kStageBytes) / 128,
                              (S::kRowBytes / kAcross + kTheirs / kDown) / 38};
   constexpr int kMost = std::max({kCycles[0], kCycles[1], kCycles[2]});
-  return {kColumns, kSums, kDown, kAcross, kMost * 67 / 100, Kernel<S>::cost, Kernel<S>::start};
+  constexpr int kOfBlocks = kColumns == 64 ? 394 : kColumns == 128 ? 452 : 610;
+  constexpr int kNanoseconds = kForm == Form::float_blocks ? kOfBlocks : kMost * 67 / 100;
+  return {kColumns, kSums, kDown, kAcross, kNanoseconds, Kernel<S>::cost, Kernel<S>::start};
 }
 constexpr Choice kOfFloats[] = {
     choice<Form::floats, 256, Sums::whole, 2, 1>(),   choice<Form::floats, 192, Sums::whole, 2, 1>(),
@@ -400,9 +424,9 @@ constexpr Choice kOfFloatGroups[] = {
     choice<Form::float_groups, 128, Sums::beside, 1, 1>(),
 };
 constexpr Choice kOfFloatBlocks[] = {
-    choice<Form::float_blocks, 192, Sums::whole, 2, 1>(),
-    choice<Form::float_blocks, 128, Sums::whole, 2, 1>(),
-    choice<Form::float_blocks, 128, Sums::chained, 2, 1>(),
+    choice<Form::float_blocks, 192, Sums::whole, 2, 1>(),   choice<Form::float_blocks, 128, Sums::whole, 2, 1>(),
+    choice<Form::float_blocks, 192, Sums::chained, 2, 1>(), choice<Form::float_blocks, 128, Sums::chained, 2, 1>(),
+    choice<Form::float_blocks, 64, Sums::chained, 2, 1>(),  choice<Form::float_blocks, 192, Sums::beside, 1, 1>(),
     choice<Form::float_blocks, 128, Sums::beside, 1, 1>(),
 };
 constexpr Choice kOfIntegers[] = {

@@ -57,9 +57,13 @@ struct Shape {
   static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes + kTotalsBytes;
   // One warpgroup is this many steps ahead of the other: one writes results while the other multiplies.
   static constexpr int kAhead = kStages > 3 ? 2 : 1;
+  // Whether threads that copy give registers to those that multiply. Then the latter alone add parts beside one
+  // another.
+  static constexpr bool kShifts = !kBeside || kSumRegisters > 128;
+  static constexpr int kAdders = kShifts ? kWorkers : kThreads;
   // Nanoseconds of the epilogue of a tile; for chained sums in clusters of adjacent columns also those of their first
   // copies.
-  static constexpr int kEnd = kBeside    ? 5000
+  static constexpr int kEnd = kBeside    ? (kScaled ? 6400 : 5000)
                               : !kTotals ? 2000
                                          : 28 * kColumns + (kKept < kTotals ? 2400 : 0) + (kAcross > kDown ? 4000 : 0);
   static int unit_of(const SplitK& k) { return kBeside ? k.blocks : k.length; }
@@ -141,40 +145,57 @@ __device__ void forget(Sum (&d)[kValues]) {
 }
 
 template <int kColumns>
-__device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
+__device__ void multiply(float (&d)[kColumns / 2], uint64_t own, uint64_t theirs, int adds) {
   constexpr int kAtOnce = kColumns > 256 ? kColumns / 2 : kColumns;
 #pragma unroll
   for (int i = 0; i < kColumns / kAtOnce; i++)
-    Float8Tile<kAtOnce>::multiply(reinterpret_cast<float(&)[kAtOnce / 2]>(d[i * kAtOnce / 2]), byte_descriptor(own),
-                                  byte_descriptor(theirs + i * kAtOnce * kByteRow), adds);
+    Float8Tile<kAtOnce>::multiply(reinterpret_cast<float(&)[kAtOnce / 2]>(d[i * kAtOnce / 2]), own,
+                                  further(theirs, i * kAtOnce * kByteRow), adds);
 }
-// Adds a step's sums d, a group's, times the scales of the tile's columns and of the thread's two rows.
+// The scales of a step, a group: those of the tile's columns, at `of_columns` in shared memory, and of the thread's two
+// rows. add() adds the step's sums d times both. kBlocks: of 16 columns the first eight have one scale, and so have the
+// others; then the products of scales are computed before.
 template <bool kBlocks, int kColumns>
-__device__ void add_groups(uint32_t of_columns, const float (&of_rows)[2], const float (&d)[kColumns / 2],
-                           float (&sums)[kColumns / 2]) {
-  if constexpr (kBlocks) {  // of 16 columns the first eight have one scale, and so have the others
+class GroupScales {
+ public:
+  __device__ GroupScales(uint32_t of_columns, const float (&of_rows)[2]) {
 #pragma unroll
-    for (int c = 0; c < kColumns; c += kBlock) {
-      const uint2 scales = load_8(of_columns + c * 4);
-      float products[2][2];
+    for (int block = 0; block < kColumns / kBlock; block++) {
+      const uint2 two = load_8(of_columns + block * kBlock * 4);
 #pragma unroll
       for (int h = 0; h < 2; h++)
-        products[0][h] = __fmul_rn(__uint_as_float(scales.x), of_rows[h]),
-        products[1][h] = __fmul_rn(__uint_as_float(scales.y), of_rows[h]);
-#pragma unroll
-      for (int i = c / 2; i < (c + kBlock) / 2; i++) sums[i] = __fmaf_rn(d[i], products[i % 8 / 4][i % 4 / 2], sums[i]);
+        products_[block][0][h] = __fmul_rn(__uint_as_float(two.x), of_rows[h]),
+        products_[block][1][h] = __fmul_rn(__uint_as_float(two.y), of_rows[h]);
     }
-  } else {
+  }
+  __device__ void add(const float (&d)[kColumns / 2], float (&sums)[kColumns / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; i++)
+      sums[i] = __fmaf_rn(d[i], products_[i / (kBlock / 2)][i % 8 / 4][i % 4 / 2], sums[i]);
+  }
+
+ private:
+  float products_[kColumns / kBlock][2][2];
+};
+template <int kColumns>
+class GroupScales<false, kColumns> {
+ public:
+  __device__ GroupScales(uint32_t of_columns, const float (&of_rows)[2]) : of_columns_(of_columns), of_rows_(of_rows) {}
+  __device__ void add(const float (&d)[kColumns / 2], float (&sums)[kColumns / 2]) const {
 #pragma unroll
     for (int c = 0; c < kColumns; c += 16) {
       uint32_t scales[4];
-      read_scales(of_columns, c, scales);
+      read_scales(of_columns_, c, scales);
 #pragma unroll
       for (int j = 0; j < 8; j++)
-        add_group(sums[c / 2 + j], __uint_as_float(scales[j / 4 * 2 + j % 2]), of_rows[j % 4 / 2], d[c / 2 + j]);
+        add_group(sums[c / 2 + j], __uint_as_float(scales[j / 4 * 2 + j % 2]), of_rows_[j % 4 / 2], d[c / 2 + j]);
     }
   }
-}
+
+ private:
+  const uint32_t of_columns_;
+  const float (&of_rows_)[2];
+};
 template <bool kScaled, typename Scaled, typename Sums>
 __device__ const auto& scaled_or(const Scaled& scaled, const Sums& d) {
   if constexpr (kScaled) return scaled;
@@ -182,8 +203,8 @@ __device__ const auto& scaled_or(const Scaled& scaled, const Sums& d) {
 }
 
 template <int kColumns>
-__device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
-  IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
+__device__ void multiply(int (&d)[kColumns / 2], uint64_t own, uint64_t theirs, int adds) {
+  IntegerTile<kColumns>::multiply(d, own, theirs, adds);
 }
 #endif
 
