@@ -274,7 +274,7 @@ SLOW_MEMORY = {"read": 800, "widen": [14, 13]}  # GDDR
     ({}, (4608, 3584, "float8"), {"normed": True},
      [(1, "gemv, norms"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
     ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (24, "stream_k"), (None, "prefill")]),
-    ({}, (6400, 8192, "float8", 128), {"normed": True}, [(112, "stream_k"), (None, "prefill")]),
+    ({}, (6400, 8192, "float8", 128), {}, [(112, "stream_k"), (None, "prefill")]),
     ({}, (37888, 3584, "float8", 128), {"gated": True}, [(64, "stream_k"), (None, "prefill")]),
     ({}, (3584, 3584, "float8", 128), {}, [(24, "stream_k"), (None, "prefill")]),
     ({}, (3584, 18944, "float8", 128), {}, [(48, "stream_k"), (None, "prefill")]),
