@@ -91,12 +91,17 @@ struct Kernels {
   // Weighted sums of `count` rows in order, from zero; zeros for 0 rows. out may be one of the rows.
   void (*weighted_sum)(const float* const* rows, const float* weights, int count, float* out, size_t n);
   float (*dot)(const float* a, const float* b, int n);
+  // of_a[i] = dot(rows + i * ld, a), of_b[i] = dot(rows + i * ld, b)
+  void (*dots)(const float* rows, size_t ld, int count, const float* a, const float* b, int n, float* of_a,
+               float* of_b);
   // y[r] += x[r][0] m[0] + x[r][1] m[1] + ..., in this order, for rows of n values and r < rows. A value does not
   // depend on the number of rows.
   void (*add_products)(const float* x, size_t ldx, int rows, const float* m, size_t ldm, int count, float* y,
                        size_t ldy, int n);
   // y = x * e^(later - earlier), whose exponent is at most 0; earlier: null for zeros.
   void (*decay)(const float* x, const double* later, const double* earlier, float* y, int n);
+  // factors[i] = e^(later - earlier[i]), whose exponent is at most 0, with the bits of exact::exp.
+  void (*decay_factors)(double later, const double* earlier, int count, float* factors);
   // y = bias + rows[0] weights[0] + rows[1] weights[1] + ..., in this order, then SiLU if activated. bias: may be null.
   void (*causal_conv)(const float* const* rows, const float* const* weights, int taps, const float* bias, float* y,
                       int n, bool activated);

@@ -1,6 +1,7 @@
 // Kernels of layers that keep a state: sums of products in ascending order, decays and the causal convolution.
 #include <algorithm>
 
+#include "common/exact.h"
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/silu.h"
 #include "cpu/kernels/tables.h"
@@ -23,6 +24,57 @@ float dot(const float* a, const float* b, int n) {
 }
 
 namespace {
+
+// R rows at a time, which hide the latency of sums. Each sum has the order of dot().
+template <int R>
+AS_INLINE void dot_rows(const float* rows, size_t ld, const float* a, const float* b, int n, float* of_a, float* of_b) {
+  vf s[R][2], t[R][2];
+  for (int r = 0; r < R; r++) s[r][0] = s[r][1] = t[r][0] = t[r][1] = vzero();
+  int i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    const vf a0 = vload(a + i), b0 = vload(b + i), a1 = vload(a + i + W), b1 = vload(b + i + W);
+    for (int r = 0; r < R; r++) {
+      const vf x0 = vload(rows + r * ld + i), x1 = vload(rows + r * ld + i + W);
+      s[r][0] = vfma(x0, a0, s[r][0]), s[r][1] = vfma(x0, b0, s[r][1]);
+      t[r][0] = vfma(x1, a1, t[r][0]), t[r][1] = vfma(x1, b1, t[r][1]);
+    }
+  }
+  for (; i + W <= n; i += W)
+    for (int r = 0; r < R; r++) {
+      const vf x = vload(rows + r * ld + i);
+      s[r][0] = vfma(x, vload(a + i), s[r][0]), s[r][1] = vfma(x, vload(b + i), s[r][1]);
+    }
+  for (int r = 0; r < R; r++) {
+    float of[2] = {vsum(vadd(s[r][0], t[r][0])), vsum(vadd(s[r][1], t[r][1]))};
+    for (int j = i; j < n; j++) of[0] += rows[r * ld + j] * a[j], of[1] += rows[r * ld + j] * b[j];
+    of_a[r] = of[0], of_b[r] = of[1];
+  }
+}
+
+// exact::exp of x <= 0 without branches, so that a loop over it becomes vectors. Its operations and their order are the
+// same.
+AS_INLINE double exp_of(double x) {
+  constexpr double kShift = 6755399441055744.0;  // as in exact::nearest
+  const double shifted = x * 1.44269504088896338700 + kShift, n = shifted - kShift;
+  const double r = (x - n * exact::kLn2High) - n * exact::kLn2Low;
+  double p = 1.0 / 6227020800.0;
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  const uint64_t exponent = exact::bits_of(shifted) - exact::bits_of(kShift) + 1023;
+  const uint64_t kept = x < -708.0 ? 0 : ~uint64_t{0};
+  return exact::from_bits(exact::bits_of(p * exact::from_bits(exponent << 52)) & kept);
+}
 
 // R rows of y, V vectors of each at a time: 8 or, of 32 registers, 16 sums, which hide the latency of a fused
 // multiply-add. Two rows (a key and a query) read whole rows of 128 values of m then, one after the other from memory.
@@ -66,6 +118,17 @@ void add_products(const float* x, size_t ldx, int rows, const float* m, size_t l
   for (; r + 4 <= rows; r += 4) product_rows<4, 2 * kTwice>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
   for (; r + 2 <= rows; r += 2) product_rows<2, 4 * kTwice>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
   if (r < rows) product_rows<1, 8>(x + r * ldx, ldx, m, ldm, count, y + r * ldy, ldy, n);
+}
+
+void dots(const float* rows, size_t ld, int count, const float* a, const float* b, int n, float* of_a, float* of_b) {
+  constexpr int kRows = W == 16 ? 4 : 2;
+  int i = 0;
+  for (; i + kRows <= count; i += kRows) dot_rows<kRows>(rows + i * ld, ld, a, b, n, of_a + i, of_b + i);
+  for (; i < count; i++) dot_rows<1>(rows + i * ld, ld, a, b, n, of_a + i, of_b + i);
+}
+
+void decay_factors(double later, const double* earlier, int count, float* factors) {
+  for (int i = 0; i < count; i++) factors[i] = (float)exp_of(later - earlier[i]);
 }
 
 void decay(const float* x, const double* later, const double* earlier, float* y, int n) {

@@ -53,8 +53,10 @@ const Kernels& kernels() {
     k.sum_partials = sum_partials;
     k.weighted_sum = weighted_sum;
     k.dot = dot;
+    k.dots = dots;
     k.add_products = add_products;
     k.decay = decay;
+    k.decay_factors = decay_factors;
     k.causal_conv = causal_conv;
     k.convert_queries = convert_queries;
     k.pack_latent = pack_latent;

@@ -50,9 +50,11 @@ void add(float* x, const float* y, size_t n);
 void sum_partials(const float* const* partials, int count, float* out, size_t n);
 void weighted_sum(const float* const* rows, const float* weights, int count, float* out, size_t n);
 float dot(const float* a, const float* b, int n);
+void dots(const float* rows, size_t ld, int count, const float* a, const float* b, int n, float* of_a, float* of_b);
 void add_products(const float* x, size_t ldx, int rows, const float* m, size_t ldm, int count, float* y, size_t ldy,
                   int n);
 void decay(const float* x, const double* later, const double* earlier, float* y, int n);
+void decay_factors(double later, const double* earlier, int count, float* factors);
 void causal_conv(const float* const* rows, const float* const* weights, int taps, const float* bias, float* y, int n,
                  bool activated);
 void rope(float* x, const float* cosine, const float* sine, int half);

@@ -31,13 +31,14 @@ class GatedDelta : public DeferredState {
 
   // Memory of a thread.
   struct Rows {
-    std::vector<float> q, x, products, kk, kq, k_weights, q_weights;
+    std::vector<float> q, x, products, kk, kq, factors, k_weights, q_weights;
     explicit Rows(const GatedDelta& op)
         : q(kChunk * op.key_),
           x(2 * kChunk * op.key_),
           products(2 * kChunk * op.value_),
           kk(kChunk * kChunk),
           kq(kChunk * kChunk),
+          factors(kChunk),
           k_weights(kChunk),
           q_weights(kChunk) {}
   };
@@ -53,10 +54,8 @@ class GatedDelta : public DeferredState {
       normalize(q + units_ * key_, 1.0, keys + (first + r) * key_);
       normalize(q, 1 / std::sqrt((double)key_), &own.q[r * key_]);
       if (channels_) continue;
-      for (int j = 0; j <= first + r; j++) {
-        own.kk[r * kChunk + j] = k.dot(keys + j * key_, keys + (first + r) * key_, key_);
-        own.kq[r * kChunk + j] = k.dot(keys + j * key_, &own.q[r * key_], key_);
-      }
+      k.dots(keys, key_, first + r + 1, keys + (first + r) * key_, &own.q[r * key_], key_, &own.kk[r * kChunk],
+             &own.kq[r * kChunk]);
     }
     for (int g = 0; g < group_; g++) {
       const int head = key_head * group_ + g;
@@ -103,16 +102,16 @@ class GatedDelta : public DeferredState {
   // What row i of the chunk, the call's r-th, takes of the deltas of rows [0, i] for its key and its query.
   void weigh(const float* keys, const double* totals, int i, int r, Rows& own, float* decayed) const {
     const double* total = totals + i * decays_;
+    for (int j = 0; j <= i && channels_; j++) {
+      decay(keys + j * key_, total, totals + j * decays_, decayed);
+      own.k_weights[j] = core_.k.dot(decayed, keys + i * key_, key_);
+      own.q_weights[j] = core_.k.dot(decayed, &own.q[r * key_], key_);
+    }
+    if (channels_) return;
+    core_.k.decay_factors(*total, totals, i + 1, own.factors.data());
     for (int j = 0; j <= i; j++) {
-      if (channels_) {
-        decay(keys + j * key_, total, totals + j * decays_, decayed);
-        own.k_weights[j] = core_.k.dot(decayed, keys + i * key_, key_);
-        own.q_weights[j] = core_.k.dot(decayed, &own.q[r * key_], key_);
-      } else {
-        const float factor = (float)exact::exp(*total - totals[j]);
-        own.k_weights[j] = factor * own.kk[r * kChunk + j];
-        own.q_weights[j] = factor * own.kq[r * kChunk + j];
-      }
+      own.k_weights[j] = own.factors[j] * own.kk[r * kChunk + j];
+      own.q_weights[j] = own.factors[j] * own.kq[r * kChunk + j];
     }
   }
 
