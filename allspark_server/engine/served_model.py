@@ -70,7 +70,8 @@ class ServedModel:
         self.throughput = Throughput()
         self.timings = Timings()
         self.budget = TokenBudget(
-            info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0)
+            info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0,
+            quick_rows=0 if config.on_gpus else step_tokens(config))
         self._output = output
         pool = SpanPool(info.num_spans)
         prefix = None

@@ -13,7 +13,8 @@ class TokenBudget:
     With a target, step times are kept below it. Without a target, and unless the number of rows is fixed, a step with
     prompts may take up to 50 ms, which readers of a stream do not notice. If decode alone takes more than 20 ms,
     prompts get time in proportion to their number: a few prompts make the inter-token latency at most two and a half
-    times as long, whatever their length; many prompts are computed at nearly full speed.
+    times as long, whatever their length; many prompts are computed at nearly full speed. While nothing decodes, a step
+    has `quick_rows`, or as many as take a second, for which a new request may have to wait; 0: as many as it may have.
 
     The unit of cost is a row without context; each position of context adds `price` to it. Decode-only steps show the
     base cost of a step, other steps what prompt rows add to it. So the first prompt after a pause gets at once all the
@@ -24,9 +25,12 @@ class TokenBudget:
     _MARGIN, _STRIDE = 0.9, 1.25  # fraction of the target to use; largest growth of the cost from one step to the next
     _FIRST = 4  # a step's cost while nothing is known, as a multiple of the fewest rows
     _UNNOTICED = 0.05  # seconds between tokens that readers do not notice
+    _ALONE = 1.0  # seconds of a step without decoding
     _PART = 1.5  # time that few prompts may add to a decode step, relative to its own; less costs throughput
 
-    def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False):
+    def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False,
+                 quick_rows: int = 0):
+        self._quick = 0 if fixed or target_ms > 0 or quick_rows >= max_rows else quick_rows
         self._min, self._max, self._target = min(min_rows, max_rows), max_rows, target_ms / 1e3
         self._learns = self._target > 0 or not fixed
         self.price = 0.0
@@ -42,9 +46,15 @@ class TokenBudget:
         if self._target > 0:
             return self._rows - decoding - self.price * context
         base = float(self._base[2])
+        if self._quick and not (decoding and base and self._row):
+            return max(self._quick, self._ALONE / self._row) if self._row and not decoding else self._quick
         if not decoding or not base or not self._row:
             return math.inf
         return max(self._PART * base * max(1.0, prompts / decoding), self._UNNOTICED - base) / self._row
+
+    def fewest(self, decoding: int) -> int:
+        """The fewest rows that prompts may have in a step, however long their context is."""
+        return 1 if decoding else max(1, self._quick)
 
     def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
         """Learns from a step. `context`: positions before its rows, in all; `decoding`: the rows that belong to running

@@ -48,6 +48,18 @@ def test_streams_and_prompts_share_a_step_by_their_numbers():
     assert budget.for_prompts(1, 0, 7) == pytest.approx(7 * budget.for_prompts(8, 0, 8))
 
 
+def test_steps_without_streams_take_a_second_at_most():
+    budget = TokenBudget(1024, 8, 0.0, quick_rows=256)
+    assert budget.for_prompts(0, 0, 1) == budget.for_prompts(8, 0, 1) == 256  # nothing is known
+    budget.learn(256, 0, 0.5)
+    assert budget.for_prompts(0, 0, 1) == pytest.approx(512)
+    slow = TokenBudget(1024, 8, 0.0, quick_rows=256)
+    slow.learn(256, 0, 10.0)
+    assert slow.for_prompts(0, 0, 1) == slow.fewest(0) == 256 and slow.fewest(1) == 1
+    for other in (TokenBudget(256, 8, 0.0, quick_rows=256), TokenBudget(1024, 8, 0.0, True, quick_rows=256)):
+        assert other.for_prompts(0, 0, 1) == math.inf and other.fewest(0) == 1
+
+
 def test_rows_far_into_a_context_cost_more():
     """A prompt is computed in chunks; each earlier position adds a thousandth of a row's cost."""
     limits = Limits(4, 1024, 1024, 32)
