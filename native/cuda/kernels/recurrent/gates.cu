@@ -57,6 +57,53 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The sum of the squares of 128 values, of which a lane has four adjacent ones. Its bits are those of the kernel above,
+// which adds values that are 32 apart, then lanes: so lanes first exchange values until each has those of one sum.
+__device__ float sum_of_squares(const float4& x) {
+  const bool odd = threadIdx.x & 8, upper = threadIdx.x & 16;
+  const float a = __shfl_xor_sync(~0u, odd ? x.x : x.y, 8), b = __shfl_xor_sync(~0u, odd ? x.z : x.w, 8);
+  const float low[2] = {odd ? a : x.x, odd ? x.y : a}, high[2] = {odd ? b : x.z, odd ? x.w : b};
+  const float c = __shfl_xor_sync(~0u, upper ? low[0] : high[0], 16),
+              d = __shfl_xor_sync(~0u, upper ? low[1] : high[1], 16);
+  const float own[4] = {upper ? c : low[0], upper ? d : low[1], upper ? high[0] : c, upper ? high[1] : d};
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum = fmaf(own[i], own[i], sum);
+#pragma unroll
+  for (int i = 0; i < 5; i++) sum += __shfl_xor_sync(~0u, sum, 1 << (i + 3) % 5);
+  return sum;
+}
+
+// The same for heads of at most 128 features. All memory is aligned to four values.
+__global__ void __launch_bounds__(kThreads)
+    gated_rms_norm_fours_kernel(const float* x, const float* gate, GatedNorm norm, int heads, Rows out) {
+  after_previous();
+  const int head = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, row = blockIdx.y, c = threadIdx.x % 32 * 4,
+            column = head * norm.head_dim + c;
+  if (head >= heads) return;
+  const bool there = c < norm.head_dim;
+  const auto load = [&](const float* from) {
+    return there ? *reinterpret_cast<const float4*>(from) : make_float4(0, 0, 0, 0);
+  };
+  const size_t at = (size_t)row * out.width + column;
+  float4 values = load(x + at), gates = load(gate + at);
+  const float4 weights = load(norm.weight + (norm.gate_first ? column : c));
+  const auto gating = [&](float g) { return norm.sigmoid ? sigmoid(g) : __fmul_rn(g, sigmoid(g)); };
+  gates = make_float4(gating(gates.x), gating(gates.y), gating(gates.z), gating(gates.w));
+  const auto product = [](const float4& a, const float4& b) {
+    return make_float4(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w));
+  };
+  if (norm.gate_first) values = product(values, gates);
+  const float factor = __fdiv_rn(1.0f, sqrtf(sum_of_squares(values) / norm.head_dim + norm.eps));
+  values = product(product(values, make_float4(factor, factor, factor, factor)), weights);
+  if (!norm.gate_first) values = product(values, gates);
+  if (!there) return;
+  if (out.tiles)
+    *reinterpret_cast<uint2*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        make_uint2(to_dtype16x2(values.x, values.y), to_dtype16x2(values.z, values.w));
+  if (out.values) *reinterpret_cast<float4*>(out.values + at) = values;
+}
+
 // A thread has eight columns of a row.
 __global__ void __launch_bounds__(kThreads) relu_square_kernel(const float* x, Rows out) {
   after_previous();
@@ -90,11 +137,16 @@ dim3 grid_of(int width, int rows) { return dim3(ceil_div(width, kEight * kThread
 
 void gated_rms_norm(float* x, const float* gate, const GatedNorm& norm, const Rows& out, int rows, const Queue& queue) {
   const int heads = out.width / norm.head_dim;
+  const dim3 grid(ceil_div(heads, kThreads / 32), rows);
+  const auto aligned = [](const float* p) { return (uintptr_t)p % 16 == 0; };
+  if (norm.head_dim <= 128 && norm.head_dim % 4 == 0 && aligned(x) && aligned(gate) && aligned(norm.weight) &&
+      aligned(out.values))
+    return start(queue, gated_rms_norm_fours_kernel, grid, kThreads, 0, x, gate, norm, heads, out);
   const auto kernel = norm.head_dim <= 128    ? gated_rms_norm_kernel<4>
                       : norm.head_dim <= 512  ? gated_rms_norm_kernel<16>
                       : norm.head_dim <= 1024 ? gated_rms_norm_kernel<32>
                                               : gated_rms_norm_kernel<0>;
-  start(queue, kernel, dim3(ceil_div(heads, kThreads / 32), rows), kThreads, 0, x, gate, norm, heads, out);
+  start(queue, kernel, grid, kThreads, 0, x, gate, norm, heads, out);
 }
 
 void relu_square(const float* x, const Rows& out, int rows, const Queue& queue) {
