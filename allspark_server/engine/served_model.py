@@ -14,7 +14,7 @@ from allspark_client.types import AsEngineStat, GenerateRequestStatus, ModelInfo
 
 from ..cache import HostCache, PrefixCache, SpanKeys, SpanPool
 from ..guided import Guide, MaskWriter, MatcherError
-from ..runtime.device import step_tokens
+from ..runtime.device import LONG_STEPS, step_tokens
 from ..runtime.plan import Flag
 from ..runtime.steps import DEPTH
 from ..scheduler import FinishReason, Limits, QuarantineScheduler, Sequence, State, Step, StepResult, TokenBudget
@@ -69,9 +69,12 @@ class ServedModel:
         self.last_used = time.monotonic()   # when a request last began or ended
         self.throughput = Throughput()
         self.timings = Timings()
+        # Of a model with experts on CPUs, steps have more rows than of others (Cpus.step_tokens_of).
+        usual = step_tokens(config)
+        longer = not config.on_gpus and info.max_step_tokens == LONG_STEPS * usual
         self.budget = TokenBudget(
             info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0,
-            quick_rows=0 if config.on_gpus else step_tokens(config))
+            shared_rows=max(usual, 2 * info.max_batch) if longer else 0)
         self._output = output
         pool = SpanPool(info.num_spans)
         prefix = None

@@ -36,6 +36,8 @@ GPU_CACHES = (*UNQUANTIZED, "int8", "uint4", "float8")
 INSTEAD_ON_CPUS = {"float16": "'float32' or 'bfloat16'",
                    "float8": "weight_dtype='int8' or 'w8a8', cache_mode=AsCacheQuantI8"}
 MOST_SAMPLING_THREADS = 16
+#: rows of a step by default of a model with routed experts, as a multiple of those of other models
+LONG_STEPS = 4
 #: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
 SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 
@@ -78,6 +80,11 @@ class Device:
     def step_tokens_of(self, graph: Graph) -> int:
         """The default number of rows in a step of a model."""
         return self.step_tokens
+
+    def _steps_with_experts(self, graph: Graph) -> int:
+        """Longer ones for a model with routed experts."""
+        with_experts = any(op.type == "expert_linear" for op in graph.ops)
+        return LONG_STEPS * self.step_tokens if with_experts else self.step_tokens
 
     def available(self, world: int) -> int:
         """The bytes that this rank may use now."""
@@ -192,9 +199,9 @@ class Cpus(Device):
 
     def step_tokens_of(self, graph: Graph) -> int:
         """See Device. Of 256 rows an expert gets few, so that a step takes as long as reading all experts. Only steps
-        without other requests' tokens have more (`TokenBudget`).
+        in which no sequence of the model decodes have more (`TokenBudget`).
         """
-        return 4 * self.step_tokens if any(op.type == "expert_linear" for op in graph.ops) else self.step_tokens
+        return self._steps_with_experts(graph)
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
         """See `Device.check`."""
@@ -315,7 +322,7 @@ class Gpu(Device):
         """See Device. Many experts get few rows each of 2,048: a step takes as long as reading their weights. While
         other requests decode, `TokenBudget` limits a step's time.
         """
-        return 4 * self.step_tokens if any(op.type == "expert_linear" for op in graph.ops) else self.step_tokens
+        return self._steps_with_experts(graph)
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str, whole: bool = False) -> int:
         """See `Device.span_bytes`."""

@@ -69,8 +69,9 @@ class Scheduler(Completion):
         prompts = sorted((s for s in self._prompts if s is not self.alone), key=_turn_of) if self._prompts else []
         if cost is not None:
             left = cost.for_prompts(builder.rows, builder.context, len(prompts) + self.queue.waiting)
-            rows = max(left, FEWEST_ROWS) / (1 + cost.price * (prompts[0].planned if prompts else 0))
-            budget = int(min(budget, max(rows, cost.fewest(builder.rows))))
+            planned = prompts[0].planned if prompts else 0
+            rows = max(left, FEWEST_ROWS) / (1 + cost.price * planned)
+            budget = int(min(budget, max(rows, 1), cost.most_rows(builder.rows, planned)))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(builder, prompts, budget // 2, may_admit)
         if limits.whole:

@@ -13,8 +13,10 @@ class TokenBudget:
     With a target, step times are kept below it. Without a target, and unless the number of rows is fixed, a step with
     prompts may take up to 50 ms, which readers of a stream do not notice. If decode alone takes more than 20 ms,
     prompts get time in proportion to their number: a few prompts make the inter-token latency at most two and a half
-    times as long, whatever their length; many prompts are computed at nearly full speed. While nothing decodes, a step
-    has `quick_rows`, or as many as take a second, for which a new request may have to wait; 0: as many as it may have.
+    times as long, whatever their length; many prompts are computed at nearly full speed.
+
+    `shared_rows`: the most rows of a step in which sequences decode, where others may have more: as many as take a
+    second, and at least so many. 0: all steps may have `max_rows`.
 
     The unit of cost is a row without context; each position of context adds `price` to it. Decode-only steps show the
     base cost of a step, other steps what prompt rows add to it. So the first prompt after a pause gets at once all the
@@ -28,15 +30,15 @@ class TokenBudget:
     _ALONE = 1.0  # seconds of a step without decoding
     _PART = 1.5  # time that few prompts may add to a decode step, relative to its own; less costs throughput
 
-    def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False,
-                 quick_rows: int = 0):
-        self._quick = 0 if fixed or target_ms > 0 or quick_rows >= max_rows else quick_rows
+    def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False, shared_rows: int = 0):
+        self._shared = 0 if fixed or target_ms > 0 or shared_rows >= max_rows else shared_rows
         self._min, self._max, self._target = min(min_rows, max_rows), max_rows, target_ms / 1e3
         self._learns = self._target > 0 or not fixed
         self.price = 0.0
         self._rows = min(max_rows, self._FIRST * self._min)  # of a step that holds the target
         self._base = np.zeros(3)  # of steps without a prompt: rows, positions before them, seconds
         self._row = 0.0  # seconds for a row; 0: unknown
+        self._long_row = 0.0  # the same in steps of more than the shared rows
         self._sums = np.zeros(5)  # sums of rows^2, rows * context, context^2, rows * seconds, context * seconds
 
     def for_prompts(self, decoding: int, context: int, prompts: int) -> float:
@@ -46,21 +48,31 @@ class TokenBudget:
         if self._target > 0:
             return self._rows - decoding - self.price * context
         base = float(self._base[2])
-        if self._quick and not (decoding and base and self._row):
-            return max(self._quick, self._ALONE / self._row) if self._row and not decoding else self._quick
         if not decoding or not base or not self._row:
             return math.inf
         return max(self._PART * base * max(1.0, prompts / decoding), self._UNNOTICED - base) / self._row
 
-    def fewest(self, decoding: int) -> int:
-        """The fewest rows that prompts may have in a step, however long their context is."""
-        return 1 if decoding else max(1, self._quick)
+    def most_rows(self, decoding: int, planned: int) -> float:
+        """The most rows that prompts may have in a step, whatever they cost. `planned`: positions before these rows in
+        the first prompt.
+        """
+        if not self._shared:
+            return math.inf
+        if decoding:
+            return self._shared - decoding
+        seconds = (self._long_row or self._row) * (1 + self.price * planned)
+        return max(self._shared, self._ALONE / seconds) if seconds else self._shared
 
     def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
         """Learns from a step. `context`: positions before its rows, in all; `decoding`: the rows that belong to running
         sequences.
         """
         if not self._learns or rows < 1:
+            return
+        if self._shared and not decoding and rows > self._shared:
+            # Apart: such a row may cost much less, as more of them share what a step reads.
+            seconds /= rows + self.price * context
+            self._long_row = (self._long_row + seconds) / 2 if self._long_row else seconds
             return
         cost = np.array([rows, context, seconds])
         if rows == decoding:

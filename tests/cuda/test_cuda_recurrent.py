@@ -50,7 +50,8 @@ def test_relu_square(width):
 
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
-@pytest.mark.parametrize("heads, dim", [(1, 1), (3, 7), (2, 64), (5, 33), (2, 131), (2, 512), (2, 700), (1, 1100)])
+@pytest.mark.parametrize("heads, dim", [(1, 1), (2, 4), (3, 7), (5, 33), (7, 36), (2, 64), (3, 100), (5, 128), (2, 131),
+                                        (2, 512), (2, 700), (1, 1100)])
 def test_gates(heads, dim, gate, gate_first):
     own = toy()
     width = heads * dim

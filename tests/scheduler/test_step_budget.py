@@ -49,15 +49,28 @@ def test_streams_and_prompts_share_a_step_by_their_numbers():
 
 
 def test_steps_without_streams_take_a_second_at_most():
-    budget = TokenBudget(1024, 8, 0.0, quick_rows=256)
-    assert budget.for_prompts(0, 0, 1) == budget.for_prompts(8, 0, 1) == 256  # nothing is known
+    budget = TokenBudget(1024, 8, 0.0, shared_rows=256)
+    assert budget.for_prompts(0, 0, 1) == math.inf and budget.most_rows(0, 0) == 256  # nothing is known
     budget.learn(256, 0, 0.5)
-    assert budget.for_prompts(0, 0, 1) == pytest.approx(512)
-    slow = TokenBudget(1024, 8, 0.0, quick_rows=256)
-    slow.learn(256, 0, 10.0)
-    assert slow.for_prompts(0, 0, 1) == slow.fewest(0) == 256 and slow.fewest(1) == 1
-    for other in (TokenBudget(256, 8, 0.0, quick_rows=256), TokenBudget(1024, 8, 0.0, True, quick_rows=256)):
-        assert other.for_prompts(0, 0, 1) == math.inf and other.fewest(0) == 1
+    assert budget.most_rows(0, 0) == pytest.approx(512)
+    budget.learn(512, 0, 0.6)   # a row of a longer step costs less: later steps without streams may have more
+    assert budget.most_rows(0, 0) == pytest.approx(512 / 0.6)
+    budget.learn(8, 0, 0.1, decoding=8)
+    assert budget.for_prompts(8, 0, 16) == pytest.approx(1.5 * 0.1 * 2 / (0.5 / 256))   # as if it had not been
+    budget = TokenBudget(1024, 8, 0.0, shared_rows=256)
+    budget.learn(256, 0, 10.0)
+    assert budget.most_rows(0, 0) == 256
+
+
+def test_steps_with_streams_stay_short():
+    """However many prompts wait, and however little a row costs."""
+    budget = TokenBudget(1024, 8, 0.0, shared_rows=256)
+    budget.learn(1, 0, 0.1, decoding=1)
+    budget.learn(256, 0, 0.01)
+    assert budget.for_prompts(1, 0, 16) > 1024 and budget.most_rows(1, 0) == 255
+    for other in (TokenBudget(256, 8, 0.0, shared_rows=256), TokenBudget(1024, 8, 0.0, True, shared_rows=256),
+                  TokenBudget(1024, 8, 50.0, shared_rows=256)):
+        assert other.most_rows(0, 0) == other.most_rows(1, 0) == math.inf
 
 
 def test_rows_far_into_a_context_cost_more():

@@ -102,12 +102,14 @@ class GatedDelta : public DeferredState {
   // What row i of the chunk, the call's r-th, takes of the deltas of rows [0, i] for its key and its query.
   void weigh(const float* keys, const double* totals, int i, int r, Rows& own, float* decayed) const {
     const double* total = totals + i * decays_;
-    for (int j = 0; j <= i && channels_; j++) {
-      decay(keys + j * key_, total, totals + j * decays_, decayed);
-      own.k_weights[j] = core_.k.dot(decayed, keys + i * key_, key_);
-      own.q_weights[j] = core_.k.dot(decayed, &own.q[r * key_], key_);
+    if (channels_) {
+      for (int j = 0; j <= i; j++) {
+        decay(keys + j * key_, total, totals + j * decays_, decayed);
+        own.k_weights[j] = core_.k.dot(decayed, keys + i * key_, key_);
+        own.q_weights[j] = core_.k.dot(decayed, &own.q[r * key_], key_);
+      }
+      return;
     }
-    if (channels_) return;
     core_.k.decay_factors(*total, totals, i + 1, own.factors.data());
     for (int j = 0; j <= i; j++) {
       own.k_weights[j] = own.factors[j] * own.kk[r * kChunk + j];

@@ -71,7 +71,9 @@ struct Shape {
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
   static_assert(!kScaled || (kColumns % kBlock == 0 && kStep * kBlock == kFloatGroup));
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
-  static_assert(kAhead < kStages && kBand > 0 && kWorkers * kTotals <= (int)kScratchFloats);
+  // With groups a warpgroup waits for its next stage before it wakes the other one.
+  static_assert(kAhead + (kScaled && !kBeside) < kStages);
+  static_assert(kBand > 0 && kWorkers * kTotals <= (int)kScratchFloats);
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)

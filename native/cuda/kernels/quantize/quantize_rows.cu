@@ -170,10 +170,9 @@ void quantize(const Rows& x, const Norm& norm, const GemmArgs& p, int rows, cons
 // The fewest threads that keep a row in registers.
 template <bool kTiles>
 void quantize_rows(const GemmArgs& p, int rows, const Queue& queue) {
-  const SplitK k(p.w.k, p.w.max_split_k);
   if (p.w.has_float_groups())
     return start(queue, group_bytes_kernel<kTiles>, dim3(p.w.quants.groups, ceil_div(rows, kGroupRows)),
-                 kGroupRows * kGroupChunks, 0, p.x, rows, Segments(p.w, k), p.bytes);
+                 kGroupRows * kGroupChunks, 0, p.x, rows, Segments(p.w, SplitK(p.w.k, p.w.max_split_k)), p.bytes);
   const int chunks = (p.w.k + kChunkColumns - 1) / kChunkColumns;
   if (chunks <= 128) quantize<false, kTiles, 128, 1>(p.x, {}, p, rows, queue);
   else if (chunks <= 2 * 128) quantize<false, kTiles, 128, 2>(p.x, {}, p, rows, queue);
