@@ -69,7 +69,7 @@ class ServedModel:
         self.last_used = time.monotonic()   # when a request last began or ended
         self.throughput = Throughput()
         self.timings = Timings()
-        # Of a model with experts on CPUs, steps have more rows than of others (Cpus.step_tokens_of).
+        # Of a model with experts on CPUs, steps have more rows than of others (Device.step_tokens_of).
         usual = step_tokens(config)
         longer = not config.on_gpus and info.max_step_tokens == LONG_STEPS * usual
         self.budget = TokenBudget(

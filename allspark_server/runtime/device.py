@@ -78,11 +78,9 @@ class Device:
         return next((self.missing_ops[op.type] for op in graph.ops if op.type in self.missing_ops), None)
 
     def step_tokens_of(self, graph: Graph) -> int:
-        """The default number of rows in a step of a model."""
-        return self.step_tokens
-
-    def _steps_with_experts(self, graph: Graph) -> int:
-        """Longer ones for a model with routed experts."""
+        """The default number of rows in a step of a model. Routed experts get few of the usual number each: such a step
+        takes as long as reading their weights. While sequences of the model decode, `TokenBudget` keeps steps short.
+        """
         with_experts = any(op.type == "expert_linear" for op in graph.ops)
         return LONG_STEPS * self.step_tokens if with_experts else self.step_tokens
 
@@ -196,12 +194,6 @@ class Cpus(Device):
         """cpus: the CPUs to which threads are pinned, [] for none."""
         self._cpus, self._threads, self._library = cpus, threads, native_library()
         self.isa = self._library.isa()
-
-    def step_tokens_of(self, graph: Graph) -> int:
-        """See Device. Of 256 rows an expert gets few, so that a step takes as long as reading all experts. Only steps
-        in which no sequence of the model decodes have more (`TokenBudget`).
-        """
-        return self._steps_with_experts(graph)
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
         """See `Device.check`."""
@@ -317,12 +309,6 @@ class Gpu(Device):
             missing.append(f"a cache of type {cache_dtype}")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
-
-    def step_tokens_of(self, graph: Graph) -> int:
-        """See Device. Many experts get few rows each of 2,048: a step takes as long as reading their weights. While
-        other requests decode, `TokenBudget` limits a step's time.
-        """
-        return self._steps_with_experts(graph)
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str, whole: bool = False) -> int:
         """See `Device.span_bytes`."""
