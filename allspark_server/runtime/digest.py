@@ -17,6 +17,7 @@ import numpy as np
 
 from allspark_client.config import UNQUANTIZED
 from allspark_server.runtime.digest_programs.attention import latent, several_heads
+from allspark_server.runtime.digest_programs.compressed import GROUPS, compressed
 from allspark_server.runtime.digest_programs.decoders import decoder, variant
 from allspark_server.runtime.digest_programs.encoders import encoder
 from allspark_server.runtime.digest_programs.images import MERGE, image_of, patches_of, seeing, tower
@@ -183,6 +184,13 @@ def latent_digests() -> dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
+def compressed_digests() -> dict[str, str]:
+    """Digests of attention over compressed positions and residual streams, by weight format and type of the cache."""
+    return {f"compressed {weights} {cache}": run(compressed(weights, group, cache), (3, 63, 130), groups=len(GROUPS))
+            for (weights, group), cache in zip((*WEIGHTS[:2], WEIGHTS[4]), (*CACHES[:2], CACHES[0]))}
+
+
+@functools.lru_cache(maxsize=1)
 def recurrent_digests() -> dict[str, str]:
     """Digests of layers with a state, by weight format."""
     models = {"recurrent": recurrent, "state space": state_space}
@@ -271,8 +279,8 @@ def results_digest(gpu: int | None = None, experts: bool = False) -> str:
     elif gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
         found = {**result_digests(), **expert_digests(), **adapter_digests(), **variant_digests(), **foreign,
-                 **recurrent_digests(), **latent_digests(), **heads_digests(), **encoder_digests(),
-                 **image_digests()}
+                 **recurrent_digests(), **latent_digests(), **compressed_digests(), **heads_digests(),
+                 **encoder_digests(), **image_digests()}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

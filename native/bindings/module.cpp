@@ -105,12 +105,12 @@ PYBIND11_MODULE(_native, m) {
         const as::DType type = as::cache_dtype_of(dtype);
         const bool pairs = as::kernels().rules.bf16_pairs;
         return as::attention_bytes(
-            rope_dim ? as::packed_layout(as::latent_layout(type, kSpanSize, head_dim + rope_dim, head_dim, pairs),
-                                         as::kBlockTokens, head_dim)
-                     : as::span_layout(type, kSpanSize, head_dim, pairs),
+            rope_dim >= 0 ? as::packed_layout(as::latent_layout(type, kSpanSize, head_dim + rope_dim, head_dim, pairs),
+                                              as::kBlockTokens, head_dim)
+                          : as::span_layout(type, kSpanSize, head_dim, pairs),
             threads, max_length);
       },
-      py::arg("threads"), py::arg("max_length"), py::arg("head_dim"), py::arg("dtype"), py::arg("rope_dim") = 0,
+      py::arg("threads"), py::arg("max_length"), py::arg("head_dim"), py::arg("dtype"), py::arg("rope_dim") = -1,
       "Bytes that attention over such a cache uses for partial results. rope_dim: of a latent cache.");
   m.def(
       "prepared_bytes",

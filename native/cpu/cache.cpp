@@ -112,8 +112,8 @@ void write_latent(const SpanLayout& s, char* span, int token, const float* row) 
     for (int d = 0; d < s.head_dim; d++) reinterpret_cast<uint16_t*>(to)[d] = float_to_bf16(row[d]);
 }
 
-void SpanCache::allocate(LayerCaches layers, int num_spans) {
-  layers_ = std::move(layers);
+void SpanCache::allocate(LayerCaches layers, int span_size, int num_spans) {
+  layers_ = std::move(layers), span_size_ = span_size;
   std::map<int, size_t> used;  // bytes of a span, by cache group
   for (auto& [place, layer] : layers_) span_bytes_ = std::max(span_bytes_, used[place.first] += layer.bytes());
   memory_ = Buffer(span_bytes_ * num_spans, "the KV cache");

@@ -29,16 +29,18 @@ using LayerCaches = std::map<std::pair<int, int>, LayerCache>;
 class SpanCache {
  public:
   // layers: with layout and number of KV heads.
-  void allocate(LayerCaches layers, int num_spans);
+  void allocate(LayerCaches layers, int span_size, int num_spans);
   const LayerCache& layer(int group, int number) const { return layers_.at({group, number}); }
   size_t span_bytes() const { return span_bytes_; }
   char* span(int index) const { return memory_.as() + span_bytes_ * index; }
   // Copies bytes [begin, begin + bytes) of these spans, one after the other, to or from `data`.
   void copy(const std::vector<int32_t>& spans, size_t begin, char* data, size_t bytes, bool to_spans) const;
   const Buffer& memory() const { return memory_; }
+  int span_size() const { return span_size_; }
 
  private:
   LayerCaches layers_;
+  int span_size_ = 0;  // positions
   size_t span_bytes_ = 0;
   Buffer memory_;
 };

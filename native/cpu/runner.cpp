@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "batch/draft_head.h"
+#include "cpu/ops/entries.h"
 #include "cpu/ops/gemm.h"
 #include "cpu/ops/indexer.h"
 #include "cpu/ops/routing.h"
@@ -104,7 +105,8 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
     if (binding.parts[0].is(Op::dispatched_rows)) layers_.push_back(steps_.size());
     Step step{fused, bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
-    if (last.is(Op::span_attention) || last.is(Op::latent_attention) || last.is(Op::indexer))
+    if (last.is(Op::span_attention) || last.is(Op::latent_attention) || last.is(Op::compressed_attention) ||
+        last.is(Op::indexer))
       step.layout = &cache_.layer(last.integer("cache_group"), last.integer("layer")).layout;
     steps_.push_back(std::move(step));
     if (last.is(Op::hidden_states)) form.heads = steps_.size();
@@ -122,26 +124,40 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
   LayerCaches layers;
   for (const OpNode& op : program_.ops()) {
     if (op.is(Op::span_attention) && !op.integer("kv_heads")) continue;
+    if (op.is(Op::indexer) && op.integer("rate")) continue;  // compress keeps what it reads
     const bool pairs = core_.k.rules.bf16_pairs;
     LayerCache layer;
     layer.kv_heads = 1;
+    const bool rows = op.is(Op::compress) || op.is(Op::compressed_attention);
+    if (rows && limits.dtype != DType::f32 && limits.dtype != DType::bf16)
+      throw std::invalid_argument("a cache of compressed positions must have type float32 or bfloat16");
     if (op.is(Op::latent_attention))
       layer.layout =
           latent_layout(limits.dtype, limits.span_size, program_.in(op, 2).width, op.integer("latent_dim"), pairs);
     else if (op.is(Op::indexer))
       layer.layout = index_layout(limits.dtype, limits.span_size, program_.in(op, 2).width, pairs);
+    else if (op.is(Op::compressed_attention))
+      layer.layout = row_layout(limits.dtype, limits.span_size, program_.in(op, 1).width, pairs);
+    else if (op.is(Op::compress))
+      layer.layout = row_layout(limits.dtype, entries_of_span(limits.span_size, op.integer("rate")),
+                                program_.weights()[op.weights[1]].n, pairs);
     else if (op.is(Op::span_attention))
       layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs),
       layer.kv_heads = op.integer("kv_heads");
     else continue;
     const auto place = std::make_pair(op.integer("cache_group"), op.integer("layer"));
+    if (op.is(Op::compress)) {
+      LayerCache kept = layer;
+      kept.layout = row_layout(DType::f32, limits.span_size, program_.in(op).width, pairs);
+      layers.emplace(std::make_pair(op.integer("rows_group"), op.integer("rows_layer")), kept);
+    }
     const LayerCache& found = layers.emplace(place, layer).first->second;
     if (found.layout.bytes != layer.layout.bytes || found.layout.head_dim != layer.layout.head_dim ||
         found.kv_heads != layer.kv_heads)
       throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " +
                                   std::to_string(op.integer("layer")) + " has two sizes");
   }
-  cache_.allocate(std::move(layers), limits.num_spans);
+  cache_.allocate(std::move(layers), limits.span_size, limits.num_spans);
 }
 
 // The matrix in whose format an op stores the rows of a tensor, or null.
@@ -240,9 +256,11 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
         converted = std::max(converted, entries * (row ? row : m.inputs * sizeof(float)));
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
-      if (op.is(Op::indexer))
-        all.indexed = std::max(all.indexed, indexer_bytes(core_.pool.size(), limits_.max_length,
-                                                          program_.in(op, 1).width, program_.in(op, 2).width));
+      if (op.is(Op::indexer)) {
+        const int heads = program_.in(op, 1).width, rate = std::max(1, op.integer("rate"));
+        all.indexed = std::max(all.indexed, indexer_bytes(core_.pool.size(), limits_.max_length / rate, heads,
+                                                          program_.in(op).width / heads));
+      }
       if (op.is(Op::lora))
         all.lora = std::max(all.lora, lora_bytes(adapters_->limits, max_rows(op.inputs[1]), (int)ops[i].parts.size()));
       if (op.is(Op::expert_lora))

@@ -69,10 +69,10 @@ void vector_is(const Program& p, const OpNode& op, int i, long n) {
   if (w.n != n) throw wrong(op, "vector of " + std::to_string(w.n) + " values, expected " + std::to_string(n));
 }
 
-// Checks a range of heads in the input's columns.
-void check_heads(const Program& p, const OpNode& op, int rotary_dim) {
+// Checks a range of heads in the input's columns. skip: features of a head before the rotated ones.
+void check_heads(const Program& p, const OpNode& op, int rotary_dim, int skip = 0) {
   const int offset = op.integer("offset"), heads = op.integer("heads"), head_dim = op.integer("head_dim");
-  if (offset < 0 || heads < 0 || head_dim < 1 || rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2 ||
+  if (offset < 0 || heads < 0 || head_dim < 1 || rotary_dim < 0 || skip > head_dim - rotary_dim || rotary_dim % 2 ||
       offset + (long)heads * head_dim > p.in(op).width)
     throw std::invalid_argument(std::string("op ") + op.spec->name + " reaches past its input");
 }
@@ -157,7 +157,7 @@ void check_qk_norm(const Program& p, const OpNode& op) {
 }
 
 void check_rope(const Program& p, const OpNode& op) {
-  check_heads(p, op, op.integer("rotary_dim"));
+  check_heads(p, op, op.integer("rotary_dim"), op.integer("skip"));
   const OpNode* table = rotary_table(p, op.integer("table"));
   if ((table ? table->integer("rotary_dim") : 0) != op.integer("rotary_dim"))
     throw wrong(op, "rotary_dim differs from rotary_table's");
@@ -224,6 +224,12 @@ void check_cached_rows(const Program& p, const OpNode& op) {
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
 }
 
+// Whether an op is the indexer that makes a tensor.
+bool selects(const Program& p, int tensor) {
+  return std::any_of(p.ops().begin(), p.ops().end(),
+                     [&](const OpNode& other) { return other.is(Op::indexer) && has(other.outputs, tensor); });
+}
+
 void check_latent_attention(const Program& p, const OpNode& op) {
   const long latent = op.integer("latent_dim"), rope = op.integer("rope_dim"), heads = p.out(op).width / latent;
   if (heads * latent != p.out(op).width || heads < 1)
@@ -232,17 +238,83 @@ void check_latent_attention(const Program& p, const OpNode& op) {
   if (p.in(op, 1).width < heads * rope)
     throw wrong(op, "its second input has fewer than " + std::to_string(heads) + " heads of " + std::to_string(rope));
   width_is(op, p.in(op, 2), latent + rope, "third input");
-  if (op.inputs.size() > 3) {
-    const auto made = [&](const OpNode& other) { return other.is(Op::indexer) && has(other.outputs, op.inputs[3]); };
-    if (std::none_of(p.ops().begin(), p.ops().end(), made)) throw wrong(op, "its fourth input is no indexer's output");
-  }
+  if (op.inputs.size() > 3 && !selects(p, op.inputs[3])) throw wrong(op, "its fourth input is no indexer's output");
   check_cached_rows(p, op);
 }
 
+// The compress op that keeps entries in this layer, or null.
+const OpNode* compress_of(const Program& p, int group, int layer) {
+  for (const OpNode& op : p.ops())
+    if (op.is(Op::compress) && op.integer("cache_group") == group && op.integer("layer") == layer) return &op;
+  return nullptr;
+}
+
+// Checks that an earlier op keeps entries of that many features, one for each `rate` positions.
+void check_entries(const Program& p, const OpNode& op, int group, int layer, long dim) {
+  const OpNode* keeps = compress_of(p, group, layer);
+  const std::string place = "layer " + std::to_string(layer) + " of cache group " + std::to_string(group);
+  if (!keeps) throw wrong(op, "no earlier op keeps entries in " + place);
+  if (keeps->integer("rate") != op.integer("rate")) throw wrong(op, "the entries in " + place + " have another rate");
+  if (p.weights()[keeps->weights[1]].n != dim) throw wrong(op, "the entries in " + place + " have another width");
+}
+
 void check_indexer(const Program& p, const OpNode& op) {
-  const long heads = p.in(op, 1).width, dim = p.in(op, 2).width;
+  const long heads = p.in(op, 1).width, dim = op.inputs.size() > 2 ? p.in(op, 2).width : p.in(op).width / heads;
   width_is(op, p.in(op), heads * dim, "input");
-  check_cached_rows(p, op);
+  if ((op.inputs.size() == 2) != (op.integer("rate") > 0)) throw wrong(op, "it takes either a key or a rate");
+  if (op.inputs.size() > 2) return check_cached_rows(p, op);
+  for (int input : op.inputs)
+    if (p.tensors()[input].rows != kAllRows) throw wrong(op, "its inputs must have a row for each token");
+  check_entries(p, op, op.integer("cache_group"), op.integer("layer"), dim);
+}
+
+// Checks that a cache group is of a kind, and that no other op keeps rows in its layer.
+void check_layer(const Program& p, const OpNode& op, CacheKind kind, int group, int layer) {
+  if (group >= (int)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(group));
+  if (p.cache_groups()[group].kind != kind)
+    throw wrong(op, "cache group " + std::to_string(group) + " is " + name_of(p.cache_groups()[group].kind) +
+                        ", expected " + name_of(kind));
+  for (const OpNode& other : p.ops()) {
+    const bool rows =
+        other.is(Op::compress) && other.integer("rows_group") == group && other.integer("rows_layer") == layer;
+    const bool taken = (other.is(Op::compress) || other.is(Op::compressed_attention) || other.is(Op::span_attention)) &&
+                       other.integer("cache_group") == group && other.integer("layer") == layer;
+    if (rows || taken)
+      throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(group) + " is taken");
+  }
+}
+
+void check_compress(const Program& p, const OpNode& op) {
+  const long rate = op.integer("rate"), parts = op.flag("overlapping") ? 2 : 1, dim = p.in(op).width / (2 * parts);
+  if (dim * 2 * parts != p.in(op).width || p.in(op).rows != kAllRows)
+    throw wrong(op, "its input must have a row for each token, with values and gates of one width");
+  vector_is(p, op, 0, rate * parts * dim);
+  vector_is(p, op, 1, dim);
+  check_layer(p, op, CacheKind::sliding, op.integer("rows_group"), op.integer("rows_layer"));
+  check_layer(p, op, CacheKind::full, op.integer("cache_group"), op.integer("layer"));
+  if (const long kept = p.cache_groups()[op.integer("rows_group")].window; kept < parts * rate)
+    throw wrong(op, "cache group " + std::to_string(op.integer("rows_group")) + " keeps " + std::to_string(kept) +
+                        " positions, an entry is of " + std::to_string(parts * rate));
+  const OpNode* table = rotary_table(p, op.integer("table"));
+  if (!table || table->integer("rotary_dim") != op.integer("rotary_dim") || op.integer("rotary_dim") > dim ||
+      table->flag("dynamic") || table->flag("long_table") || table->integer("temporal"))
+    throw wrong(op, "it needs a rotary table with its rotary_dim, whose angles depend on positions alone");
+}
+
+void check_compressed_attention(const Program& p, const OpNode& op) {
+  const long dim = p.in(op, 1).width, heads = p.in(op).width / dim, group = op.integer("cache_group");
+  width_is(op, p.in(op), heads * dim, "input");
+  width_is(op, p.out(op), heads * dim, "output");
+  vector_is(p, op, 0, heads);
+  for (int input : op.inputs)
+    if (p.tensors()[input].rows != kAllRows) throw wrong(op, "its inputs must have a row for each token");
+  check_layer(p, op, CacheKind::sliding, (int)group, op.integer("layer"));
+  if (op.integer("window") > p.cache_groups()[group].window)
+    throw wrong(op, "a window of " + std::to_string(op.integer("window")) + " over a cache group that keeps " +
+                        std::to_string(p.cache_groups()[group].window));
+  if (op.inputs.size() > 2 && !(op.integer("rate") && selects(p, op.inputs[2])))
+    throw wrong(op, "its third input is no indexer's output");
+  if (op.integer("rate")) check_entries(p, op, op.integer("entry_group"), op.integer("entry_layer"), dim);
 }
 
 void check_head_linear(const Program& p, const OpNode& op) {
@@ -370,9 +442,44 @@ void check_router(const Program& p, const OpNode& op) {
     throw wrong(op, std::to_string(chosen) + " of " + std::to_string(groups) + " groups of " + std::to_string(experts) +
                         " experts");
   width_is(op, p.out(op), 1, "output");
+  if (op.flag("by_token")) {
+    if (op.weights.size() != 1 || op.flag("expert_scales") || chosen < groups || p.in(op).rows > kOutputRows ||
+        op.choice("scores") == std::string("softmax"))
+      throw wrong(op, "by_token needs a table as its only weight, and excludes softmax, expert_scales and groups");
+    const long values = p.weights()[op.weights[0]].n;
+    if (values % top) throw wrong(op, "a table of " + std::to_string(values) + " values has no rows of top_k");
+    return vector_is(p, op, 0, values);
+  }
   if (op.weights.empty() && op.flag("expert_scales")) throw wrong(op, "expert_scales need a weight");
   if (op.weights.size() > 1 && !op.flag("expert_scales")) throw wrong(op, "a second weight without expert_scales");
   for (size_t i = 0; i < op.weights.size(); i++) vector_is(p, op, (int)i, experts);
+}
+
+void check_stream_weights(const Program& p, const OpNode& op) {
+  const long streams = op.integer("streams"), all = streams * (2 + streams);
+  const bool pre = p.in(op).width == streams;
+  if (!pre) width_is(op, p.in(op), all, "input");
+  vector_is(p, op, 0, pre ? 1 : 3);
+  vector_is(p, op, 1, p.in(op).width);
+}
+
+void check_same_rows(const Program& p, const OpNode& op) {
+  for (size_t i = 1; i < op.inputs.size(); i++)
+    if (p.in(op, (int)i).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
+}
+
+void check_merge_streams(const Program& p, const OpNode& op) {
+  const long streams = p.in(op).width / p.out(op).width;
+  width_is(op, p.in(op), streams * p.out(op).width, "input");
+  if (p.in(op, 1).width < streams) throw wrong(op, "it has fewer weights than streams");
+  check_same_rows(p, op);
+}
+
+void check_mix_streams(const Program& p, const OpNode& op) {
+  const long streams = p.in(op).width / p.in(op, 1).width;
+  width_is(op, p.in(op), streams * p.in(op, 1).width, "input");
+  width_is(op, p.in(op, 2), streams * (2 + streams), "third input");
+  check_same_rows(p, op);
 }
 
 void check_expert_linear(const Program& p, const OpNode& op) {
@@ -511,7 +618,31 @@ Cost cost_latent_attention(const Program& p, const OpNode& op, const StepSize& s
 
 Cost cost_indexer(const Program& p, const OpNode& op, const StepSize& size) {
   const double cache = (size.context + size.rows) * size.position_bytes;  // read and written
-  return {moved(p, op, size) + cache, size.seen * p.in(op, 1).width * (2 * p.in(op, 2).width + 3)};
+  const double heads = p.in(op, 1).width, rate = std::max(1, op.integer("rate"));
+  return {moved(p, op, size) + cache / rate, size.seen / rate * heads * (2 * p.in(op).width / heads + 3)};
+}
+
+Cost cost_compress(const Program& p, const OpNode& op, const StepSize& size) {
+  const double values = size.rows * p.in(op).width / 2;
+  return {3 * moved(p, op, size), 8 * values};  // rows are kept, and read again by later steps
+}
+
+Cost cost_compressed_attention(const Program& p, const OpNode& op, const StepSize& size) {
+  const double rate = op.integer("rate"), window = size.rows * op.integer("window");
+  double entries = rate ? size.seen / rate : 0;
+  if (op.inputs.size() > 2) entries = std::min(entries, size.rows * p.in(op, 2).width);
+  const double seen = std::min(size.seen, window) + entries;
+  return {moved(p, op, size) + (size.rows + std::min(seen, size.context)) * size.position_bytes,
+          4 * seen * p.in(op).width};
+}
+
+Cost cost_merge_streams(const Program& p, const OpNode& op, const StepSize& size) {
+  return {moved(p, op, size), 2 * values(p, p.in(op), size)};
+}
+
+Cost cost_mix_streams(const Program& p, const OpNode& op, const StepSize& size) {
+  const double streams = p.in(op).width / p.in(op, 1).width;
+  return {moved(p, op, size), 2 * (streams + 1) * values(p, p.in(op), size)};
 }
 
 Cost cost_head_linear(const Program& p, const OpNode& op, const StepSize& size) {

@@ -54,10 +54,11 @@ OP(qk_norm, kTwo, kOne, {1, 2}, true, RowRule::as_input,
    {number("eps"), positive(whole("q_width")), counted("k_width"), at_least_0(of_rank("q_columns", RankRule::width)),
     at_least_0(optional(of_rank("k_columns", RankRule::width, 1)))},
    check_qk_norm, each_value<2>)
-// Rotates the first rotary_dim features of each head. Pairs are (i, i + rotary_dim / 2) or (2 i, 2 i + 1).
+// Rotates rotary_dim features of each head, from feature `skip` on. Pairs are (i, i + rotary_dim / 2) or (2 i, 2 i + 1).
+// inverse: rotates them back.
 OP(rope, kOne, kOne, kNone, true, RowRule::as_input,
    {positive(whole("head_dim")), whole_or_as("rotary_dim", "head_dim"), table_number,
-    choice("pairs", {"halves", "interleaved"}), within(whole_or("block", 0, Scope::graph), 0, 255),
+    choice("pairs", {"halves", "interleaved"}), counted("skip"), flag("inverse"), within(whole_or("block", 0, Scope::graph), 0, 255),
     within(whole_or("blocks", 2, Scope::graph), 1, 255), of_rank("offset", RankRule::offset),
     of_rank("heads", RankRule::heads, 0, 2)},
    check_rope, cost_rope)
@@ -87,9 +88,29 @@ OP(latent_attention, {3, 4}, kOne, kNone, false, RowRule::as_input,
 // DeepSeek-V3.2's lightning indexer. Inputs: queries, a weight for each head, and the key, which the cache keeps as a
 // layer of its own. A row scores each position up to its own by the sum over heads of weight *
 // max(0, query key), and outputs the positions with the largest scores, as many as the output is wide: ascending, then
-// -1. The lowest position wins ties.
-OP(indexer, {3, 3}, kOne, kNone, false, RowRule::as_input,
-   {whole("layer"), within(whole_or("cache_group", 0), 0, 255)}, check_indexer, cost_indexer)
+// -1. The lowest position wins ties. With a rate it has no key: it scores the entries that a compress op with the same
+// layer and rate keeps, as far as their positions are not behind the row's, and outputs their numbers.
+OP(indexer, {2, 3}, kOne, kNone, false, RowRule::as_input,
+   {whole("layer"), within(whole_or("cache_group", 0), 0, 255), counted("rate")}, check_indexer, cost_indexer)
+// Compresses each `rate` positions of a sequence, from a multiple of it on, to an entry of the cache (DeepSeek-V4).
+// Input: [values | gates]; weights: a bias of gates [rate, gates' width], and the norm's. An entry's channel is the sum
+// of the values times the softmax over positions of gate + bias; then come the RMS norm, and the rotation of the last
+// rotary_dim features, in interleaved pairs, by the first position of the rate. overlapping: values and gates are twice
+// as wide; an entry is of the second halves of its own positions, and the first halves of as many before them. The
+// last rows are kept as `rows_layer` of a sliding group; entries as a layer of a full group.
+OP(compress, kOne, kNone, kTwo, false, RowRule::none,
+   {within(whole("rate"), 2, 1 << 16), flag("overlapping"), number("eps"), positive(whole("rotary_dim")), table_number,
+    at_least_0(whole("rows_layer")), within(whole("rows_group"), 0, 255), at_least_0(whole("layer")),
+    within(whole("cache_group"), 0, 255)},
+   check_compress, cost_compress)
+// Attention over the last `window` positions of a sliding group and, with a rate, over the entries of a compress op with
+// that rate, in entry_group and entry_layer, whose positions are not behind the row's (DeepSeek-V4). Inputs: queries,
+// and the row that the cache keeps, both key and value of all heads; with a third one, that of an indexer, a row sees
+// the entries that it selects. Weight: a sink for each head, one more score without a value.
+OP(compressed_attention, {2, 3}, kOne, kOne, false, RowRule::as_input,
+   {at_least_0(whole("layer")), within(whole("cache_group"), 0, 255), positive(whole("window")), number("scale"),
+    within(whole_or("rate", 0), 0, 1 << 16), counted("entry_layer"), within(whole_or("entry_group", 0), 0, 255)},
+   check_compressed_attention, cost_compressed_attention)
 // Multiplies each head with its matrix from a stack. Heads are the columns from `offset` on (of block `block`).
 OP(head_linear, kOne, kOne, kOne, false, RowRule::as_input,
    {within(whole_or("block", 0, Scope::graph), 0, 255), at_least_0(of_rank("offset", RankRule::offset)),
@@ -125,6 +146,9 @@ OP(gelu_mul, kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_
 // gate * sigmoid(alpha * gate) * (up + 1), with gate at most `limit` and up within +-limit.
 OP(clamped_silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {number("alpha"), number("limit")},
    check_gated, each_value<9>)
+// silu(gate) * up, with gate at most `limit` and up within +-limit.
+OP(limited_silu_mul, kOne, kOne, kNone, false, RowRule::as_input, {within(number("limit"), 0, kAnyNumber)},
+   check_gated, each_value<7>)
 // An activation of each value. gelu: x / 2 * (1 + erf(x / sqrt(2))). quick_gelu: x * sigmoid(1.702 x).
 OP(activate, kOne, kOne, kNone, true, RowRule::as_input,
    {choice("function", {"gelu", "gelu_tanh", "silu", "tanh", "relu", "quick_gelu"})}, check_nothing, each_value<9>)
@@ -142,14 +166,27 @@ OP(standardize, kOne, kOne, kTwo, true, RowRule::as_input, {}, check_standardize
 // cap * tanh(x / cap)
 OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},
    check_nothing, each_value<3>)
+// Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): a row has `streams` streams of the residual, one after
+// the other. stream_weights, in place: of products [pre | post | mix], the latter a matrix by rows, each times the part's
+// factor (first weight) plus its base (second weight). pre becomes sigmoid + eps; post 2 sigmoid; of mix, the softmax of
+// each row, plus eps, is divided by its columns' sums plus eps, and then as many times as there are further iterations by
+// the rows' and by the columns'. Or pre alone.
+OP(stream_weights, kOne, kOne, kTwo, true, RowRule::as_input,
+   {within(whole("streams"), 1, 64), within(whole("iterations"), 1, 1000), number("eps")}, check_stream_weights,
+   each_value<200>)
+// The sum of the streams times pre (second input: weights).
+OP(merge_streams, kTwo, kOne, kNone, false, RowRule::as_input, {}, check_merge_streams, cost_merge_streams)
+// Stream k becomes post[k] * y + the sum over j of mix[j][k] * stream j. Inputs: streams, y and weights.
+OP(mix_streams, {3, 3}, kOne, kNone, true, RowRule::as_input, {}, check_mix_streams, cost_mix_streams)
 // Input: logits of experts. Forms the output's row set, top_k entries for each row, and outputs their weights. Scores
 // plus the correction (optional weight) select: first top_groups groups by the sum of their two largest (or by the
 // largest), then experts; the lowest index wins ties. Weights are the plain scores, optionally normalized to sum 1,
-// times scale. expert_scales: and times the expert's value of the last weight.
+// times scale. expert_scales: and times the expert's value of the last weight. by_token: the only weight is a table
+// [tokens, top_k] of the experts for each token, in place of a choice. sqrt_softplus: sqrt(log(1 + e^logit)).
 OP(router, kOne, kOne, {0, 2}, false, RowRule::routed,
-   {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
+   {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid", "sqrt_softplus"}), flag("normalized"), number_or("scale", 1),
     positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1)),
-    choice("group_scores", {"two_largest", "largest"}), flag("expert_scales")},
+    choice("group_scores", {"two_largest", "largest"}), flag("expert_scales"), flag("by_token")},
    check_router, each_value<8>)
 // Multiplies each entry with its expert's matrix from a stack of `experts` matrices (and biases). The rank has these
 // experts from expert_begin on. Entries of other ranks' experts become zero.

@@ -59,6 +59,7 @@ class Rank:
         self._host: dict[int, tuple[tuple[int, ...], dict]] = {}  # the host cache: key and values by span
         self.values: dict[int, np.ndarray] = {}
         self.tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.frequencies: dict[int, np.ndarray] = {}  # by the number of their rotary table
         self.entries: dict[int, list[tuple[int, int]]] = {}  # of a routed row set: (expert, row), ascending
 
     def _decoded(self, number: int, weight) -> np.ndarray:
@@ -83,7 +84,7 @@ class Rank:
 
     def begin(self, slots: Slots, batch: Batch) -> None:
         self.slots, self.batch = slots.live, batch
-        self.values, self.tables, self.entries = {}, {}, {}
+        self.values, self.tables, self.frequencies, self.entries = {}, {}, {}, {}
 
     def rows_of(self, tensor: int) -> int:
         return self.tensors[tensor][1]

@@ -7,6 +7,7 @@ from math import erf
 
 import numpy as np
 
+from allspark_server import _native
 from reference import recurrent
 from reference.recurrent import sigmoid
 
@@ -162,6 +163,7 @@ def rotary_table(rank, op, x, w):
             frequencies = _grown(attrs, length) if attrs["dynamic"] else w[-1].astype(np.float32)
         position = slot.parts(row.position)[parts].astype(np.float32)
         angles.append((position * frequencies).astype(float))  # rounded to single precision, as transformers has it
+    rank.frequencies[attrs["table"]] = w[0].astype(np.float32)
     angles, factor = np.array(angles), attrs["attention_factor"]
     rank.tables[attrs["table"]] = np.cos(angles) * factor, np.sin(angles) * factor
 
@@ -170,7 +172,8 @@ def rotary_table(rank, op, x, w):
 def rope(rank, op, x, w):
     attrs, out = op["attributes"], x[0].copy()
     cos, sin = (each[:, None, :] for each in rank.tables[attrs["table"]])
-    heads, half = _heads(attrs, out), attrs["rotary_dim"] // 2
+    sin = -sin if attrs["inverse"] else sin
+    heads, half = _heads(attrs, out)[..., attrs["skip"]:], attrs["rotary_dim"] // 2
     if attrs["pairs"] == "interleaved":
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:
@@ -400,6 +403,50 @@ def clamped_silu_mul(rank, op, x, w):
     return gate * sigmoid(alpha * gate) * (up + 1.0)
 
 
+@op
+def limited_silu_mul(rank, op, x, w):
+    gate, up = np.split(x[0], 2, axis=1)
+    limit = op["attributes"]["limit"]
+    return recurrent.silu(np.minimum(gate, limit)) * np.clip(up, -limit, limit)
+
+
+# -- residual streams --------------------------------------------------------------------------------------------------
+@op
+def stream_weights(rank, op, x, w):
+    n, eps = op["attributes"]["streams"], op["attributes"]["eps"]
+    parts = np.minimum(np.arange(x[0].shape[1]) // n, 2)
+    y = x[0] * w[0][parts] + w[1]
+    y[:, :n] = sigmoid(y[:, :n]) + eps
+    if y.shape[1] == n:
+        return y
+    y[:, n:2 * n] = 2 * sigmoid(y[:, n:2 * n])
+    mix = softmax(y[:, 2 * n:].reshape(-1, n, n)) + eps
+    mix /= mix.sum(1, keepdims=True) + eps
+    for _ in range(op["attributes"]["iterations"] - 1):
+        mix /= mix.sum(2, keepdims=True) + eps
+        mix /= mix.sum(1, keepdims=True) + eps
+    y[:, 2 * n:] = mix.reshape(-1, n * n)
+    return y
+
+
+def _by_stream(x, width):
+    return x.reshape(len(x), -1, width)
+
+
+@op
+def merge_streams(rank, op, x, w):
+    streams = _by_stream(x[0], rank.program.tensors[op["outputs"][0]][0])
+    return np.einsum("rn,rnd->rd", x[1][:, :streams.shape[1]], streams)
+
+
+@op
+def mix_streams(rank, op, x, w):
+    streams = _by_stream(x[0], x[1].shape[1])
+    n = streams.shape[1]
+    post, mix = x[2][:, n:2 * n], x[2][:, 2 * n:].reshape(-1, n, n)
+    return (post[:, :, None] * x[1][:, None] + np.einsum("rjk,rjd->rkd", mix, streams)).reshape(len(x[0]), -1)
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 @op
 def span_attention(rank, op, x, w):
@@ -477,19 +524,77 @@ def layer_norm(rank, op, x, w):
     return centered / np.sqrt((centered ** 2).mean(axis=1, keepdims=True) + op["attributes"]["eps"]) * w[0] + w[1]
 
 
+def _entry(rank, slot, group, entry, rate):
+    """Where an entry lies: in the span with its last position, behind the entries that end there before it."""
+    size = rank.limits.span_size
+    index = ((entry + 1) * rate - 1) // size
+    return slot.spans[group][index], entry - index * size // rate
+
+
+@op
+def compress(rank, op, x, w):
+    attrs, parts = op["attributes"], 1 + op["attributes"]["overlapping"]
+    rate, dim = attrs["rate"], len(w[1])
+    bias, frequencies = w[0].reshape(rate, parts * dim), rank.frequencies[attrs["table"]]
+    entries = rank.cache(attrs["cache_group"], attrs["layer"], 1, dim)[:, :, 0, 0]
+    for rows, (history,) in _histories(rank, op, x[0]):
+        slot = rank.slots[rank.batch.rows[rows[0]].slot]
+        values, gates = np.split(history, 2, axis=1)
+        for entry in range((len(history) - len(rows)) // rate, len(history) // rate):
+            first = entry * rate
+            own = np.arange(first, first + rate)
+            gate, value = (gates[own] + bias)[:, -dim:], values[own][:, -dim:]
+            if parts > 1 and entry:
+                gate = np.concatenate([(gates[own - rate] + bias)[:, :dim], gate])
+                value = np.concatenate([values[own - rate][:, :dim], value])
+            y = rms((softmax(gate.T).T * value).sum(0), w[1], attrs["eps"])
+            angle, pairs = (np.float32(first) * frequencies).astype(float), y[-attrs["rotary_dim"]:].copy()
+            a, b, cos, sin = pairs[::2], pairs[1::2], np.cos(angle), np.sin(angle)
+            y[-attrs["rotary_dim"]:] = np.stack([a * cos - b * sin, b * cos + a * sin], 1).ravel()
+            entries[_entry(rank, slot, attrs["cache_group"], entry, rate)] = y
+
+
+@op
+def compressed_attention(rank, op, x, w):
+    attrs, dim, size = op["attributes"], x[1].shape[1], rank.limits.span_size
+    queries, rate = x[0].reshape(len(x[0]), -1, dim), op["attributes"]["rate"]
+    cache = rank.cache(attrs["cache_group"], attrs["layer"], 1, dim)[:, :, 0, 0]
+    slots = [rank.slots[row.slot] for row in rank.batch.rows]
+    for row, slot, kept in zip(rank.batch.rows, slots, x[1]):
+        cache[slot.spans[attrs["cache_group"]][row.position // size], row.position % size] = kept
+    out = np.empty_like(queries)
+    for i, (row, slot) in enumerate(zip(rank.batch.rows, slots)):
+        seen, table = np.arange(max(0, row.position + 1 - attrs["window"]), row.position + 1), slot.spans[
+            attrs["cache_group"]]
+        rows = [cache[table[p // size], p % size] for p in seen]
+        if rate:
+            entries = rank.cache(attrs["entry_group"], attrs["entry_layer"], 1, dim)[:, :, 0, 0]
+            chosen = range((row.position + 1) // rate) if len(x) < 3 else x[2][i][x[2][i] >= 0].astype(int)
+            rows += [entries[_entry(rank, slot, attrs["entry_group"], entry, rate)] for entry in chosen]
+        rows = np.array(rows)
+        scores = np.concatenate([queries[i] @ rows.T * attrs["scale"], w[0][:, None]], axis=1)
+        out[i] = softmax(scores)[:, :-1] @ rows
+    return out.reshape(len(x[0]), -1)
+
+
 @op
 def indexer(rank, op, x, w):
-    attrs, (queries, weights, keys) = op["attributes"], x
-    heads, dim = weights.shape[1], keys.shape[1]
+    attrs, (queries, weights, *keys) = op["attributes"], x
+    heads, rate = weights.shape[1], attrs["rate"]
+    dim = queries.shape[1] // heads
     count, size = rank.program.tensors[op["outputs"][0]][0], rank.limits.span_size
     cache = rank.cache(attrs["cache_group"], attrs["layer"], 1, dim)[:, :, 0, 0]
     tables = [rank.slots[row.slot].spans[attrs["cache_group"]] for row in rank.batch.rows]
-    for row, table, key in zip(rank.batch.rows, tables, keys):
+    for row, table, key in zip(rank.batch.rows, tables, keys[0] if keys else ()):
         cache[table[row.position // size], row.position % size] = key
-    out = np.full((len(keys), count), -1.0)
+    out = np.full((len(queries), count), -1.0)
     for i, (row, table) in enumerate(zip(rank.batch.rows, tables)):
         seen = np.arange(row.position + 1)
         rows = cache[[table[p // size] for p in seen], seen % size]
+        if rate:
+            slot, entries = rank.slots[row.slot], range((row.position + 1) // rate)
+            rows = np.array([cache[_entry(rank, slot, attrs["cache_group"], entry, rate)] for entry in entries])
+            rows = rows.reshape(-1, dim)
         scores = weights[i] @ np.maximum(queries[i].reshape(heads, dim) @ rows.T, 0)
         # Equal keys have equal scores only after rounding: a product's sums depend on the place of its row.
         best = np.sort(np.argsort(-scores.astype(np.float32), kind="stable")[:count])
@@ -512,15 +617,22 @@ def router(rank, op, x, w):
     attrs, logits = op["attributes"], x[0]
     experts, groups = logits.shape[1], attrs["groups"]
     w, scales = (w[:-1], w[-1]) if attrs["expert_scales"] else (w, np.ones(experts))
-    scores = softmax(logits) if attrs["scores"] == "softmax" else sigmoid(logits)
-    entries = []
+    scores = {"softmax": softmax, "sigmoid": sigmoid,
+              "sqrt_softplus": lambda x: np.sqrt(np.logaddexp(0.0, x))}[attrs["scores"]](logits)
+    table, entries = None, []
+    if attrs["by_token"]:
+        (table,), w = w, ()
+        rows = rank.batch.rows
+        if rank.rows_of(op["inputs"][0]) == _native.OUTPUT_ROWS:
+            rows = [rows[row] for row in rank.batch.outputs]
+        table = table.reshape(-1, attrs["top_k"])[[row.token for row in rows]].astype(int)
     for row, (own, choice) in enumerate(zip(scores, scores + w[0] if w else scores)):
         if attrs["top_groups"] < groups:
             best = 1 if attrs["group_scores"] == "largest" else 2
             by_group = np.sort(choice.reshape(groups, -1), axis=1)[:, -best:].sum(1)
             kept = np.argsort(-by_group, kind="stable")[: attrs["top_groups"]]
             choice = np.where(np.isin(np.arange(experts) // (experts // groups), kept), choice, -np.inf)
-        chosen = np.argsort(-choice, kind="stable")[: attrs["top_k"]]
+        chosen = np.argsort(-choice, kind="stable")[: attrs["top_k"]] if table is None else table[row]
         total = own[chosen].sum() if attrs["normalized"] else 1.0
         entries += [(expert, row, own[expert] / total * attrs["scale"] * scales[expert]) for expert in chosen]
     entries.sort()

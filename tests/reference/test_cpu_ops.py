@@ -59,8 +59,8 @@ def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=N
     for op in own.program.ops:
         executor.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     executor.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
-                      num_spans=256 if long else 64, cache_dtype=dtype, masks=masks, fused=fused,
-                      **{"max_outputs": 64, **more})
+                      cache_dtype=dtype, masks=masks, fused=fused,
+                      **{"max_outputs": 64, "num_spans": 256 if long else 64, **more})
     return executor
 
 

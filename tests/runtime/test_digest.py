@@ -14,6 +14,7 @@ from allspark_server import _native
 from allspark_server.models.ops import op_specs
 from allspark_server.runtime import digest, sampler_digest
 from allspark_server.runtime.digest_programs.attention import latent, several_heads
+from allspark_server.runtime.digest_programs.compressed import GROUPS, compressed
 from allspark_server.runtime.digest_programs.decoders import decoder, variant
 from allspark_server.runtime.digest_programs.encoders import encoder
 from allspark_server.runtime.digest_programs.images import seeing, tower
@@ -23,7 +24,9 @@ from allspark_server.runtime.plan import SamplingParams
 
 # Which place in memory is used, not what is computed.
 PLACES = {("span_attention", "layer"), ("span_attention", "cache_group"), ("latent_attention", "layer"),
-          ("latent_attention", "cache_group"), ("indexer", "layer"), ("indexer", "cache_group"), ("rope", "table"),
+          ("latent_attention", "cache_group"), *(("compress", name) for name in (
+              "layer", "cache_group", "rows_layer", "rows_group")), ("compressed_attention", "layer"),
+          ("compressed_attention", "cache_group"), ("indexer", "layer"), ("indexer", "cache_group"), ("rope", "table"),
           ("rotary_table", "table"), ("lora", "target"), ("expert_lora", "target")}
 # Of draft heads: they copy rows, and which tokens come out does not depend on drafts.
 OF_DRAFT_HEADS = {"keep_hidden", "kept_hidden", "spread_columns"}
@@ -65,6 +68,8 @@ MODELS = {
                lambda e: digest.run(e, (3, 63, 130), groups=2)),
     "indexer": (lambda empty: latent("float32", 0, "float32", empty=empty, selected=40),
                 lambda e: digest.run(e, (3, 63, 130), groups=2)),
+    "compressed": (lambda empty: compressed("float32", 0, "float32", empty=empty),
+                   lambda e: digest.run(e, (3, 63, 130), groups=len(GROUPS))),
     "heads": (lambda empty: several_heads("float32", 0, "float32", empty=empty),
               lambda e: digest.run(e, (3, 63, 130), groups=2)),
     "tower": (lambda empty: tower("float32", 0, "float32", empty=empty), digest.run_tower),
@@ -165,7 +170,7 @@ def test_another_process_finds_the_same():
 def test_the_digest_covers_each_of_its_cases(monkeypatch):
     before = digest.results_digest()
     for name in ("result_digests", "expert_digests", "adapter_digests", "variant_digests",
-                 "recurrent_digests", "latent_digests", "heads_digests", "encoder_digests",
+                 "recurrent_digests", "latent_digests", "compressed_digests", "heads_digests", "encoder_digests",
                  "image_digests"):
         cases = getattr(digest, name)()
         assert len(set(cases.values())) == len(cases) and np.all([len(found) == 16 for found in cases.values()])

@@ -105,6 +105,10 @@ struct Kernels {
   // y = bias + rows[0] weights[0] + rows[1] weights[1] + ..., in this order, then SiLU if activated. bias: may be null.
   void (*causal_conv)(const float* const* rows, const float* const* weights, int taps, const float* bias, float* y,
                       int n, bool activated);
+  // Softmax over rows in each channel: out[i] = the sum of values[r][i] times the softmax of gates[r][i] + bias[r][i]
+  // over r. Sums are in the order of the rows.
+  void (*softmax_pool)(const float* const* values, const float* const* gates, const float* const* bias, int rows,
+                       float* out, int n);
   // Converts the tile's queries to the kernel's format, query_bytes() at `out`, for all blocks.
   void (*convert_queries)(const AttentionTile& tile, char* out);
   // Packs `tokens` rows of a latent cache (packed_layout) for attend(). spans, next: those of the rows, and of the rows

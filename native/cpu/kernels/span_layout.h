@@ -90,6 +90,11 @@ inline SpanLayout latent_layout(DType dtype, int span_size, int head_dim, int va
   return s;
 }
 
+// The layout of rows of `features` values, all of which are both key and value.
+inline SpanLayout row_layout(DType dtype, int rows, int features, bool bf16_pairs) {
+  return latent_layout(dtype, rows, features, features, bf16_pairs);
+}
+
 // The layout of `tokens` rows of a latent cache that are packed for the kernels. Values are the first value_dim
 // features of the rows.
 inline SpanLayout packed_layout(const SpanLayout& latent, int tokens, int value_dim) {

@@ -58,6 +58,7 @@ const Kernels& kernels() {
     k.decay = decay;
     k.decay_factors = decay_factors;
     k.causal_conv = causal_conv;
+    k.softmax_pool = softmax_pool;
     k.convert_queries = convert_queries;
     k.pack_latent = pack_latent;
     k.attend = attend;

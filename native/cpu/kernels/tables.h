@@ -57,6 +57,8 @@ void decay(const float* x, const double* later, const double* earlier, float* y,
 void decay_factors(double later, const double* earlier, int count, float* factors);
 void causal_conv(const float* const* rows, const float* const* weights, int taps, const float* bias, float* y, int n,
                  bool activated);
+void softmax_pool(const float* const* values, const float* const* gates, const float* const* bias, int rows, float* out,
+                  int n);
 void rope(float* x, const float* cosine, const float* sine, int half);
 void rope_interleaved(float* x, const float* cosine, const float* sine, int half);
 void convert_queries(const AttentionTile& tile, char* out);

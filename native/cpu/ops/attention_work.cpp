@@ -69,7 +69,8 @@ AttentionWork::AttentionWork(const AttentionShape& shape, const SpanLayout& layo
     : shape(shape),
       layout(layout),
       threads(threads),
-      partials(partials_of(threads, max_length) * partial_floats_of(layout) * sizeof(float),
+      partials(partials_of(threads, std::max(max_length, shape.longest(max_length))) * partial_floats_of(layout) *
+                   sizeof(float),
                "partial results of attention"),
       scratch((size_t)threads * attention_scratch_bytes(layout), "scratch memory of attention") {}
 
@@ -107,8 +108,11 @@ void AttentionWork::make_tiles(const Batch& batch) {
   for (const Item& item : batch.items) {
     one_tile_a_key &= item.count == 1;
     const std::vector<Piece> pieces = pieces_of(item, batch.slot(item.slot), shape);
+    one_tile_a_key &= !shape.listed;  // lists begin with the row's own position
     // So many rows see all positions.
-    const int whole = shape.selected ? std::clamp(shape.selected - item.start, 0, item.count) : item.count;
+    const int whole = shape.listed     ? 0
+                      : shape.selected ? std::clamp(shape.selected - item.start, 0, item.count)
+                                       : item.count;
     for (int kv = 0; kv < shape.kv_heads; kv++) {
       // Local query heads of this KV head. Global head h uses KV head h / group.
       const int global = kv + shape.kv_begin;
@@ -130,11 +134,12 @@ void AttentionWork::make_tiles(const Batch& batch) {
             tiles.push_back(tile);
           }
       }
-      for (int i = whole; i < item.count; i++)
+      for (int i = whole; i < item.count; i++) {
+        const int list = shape.listed ? shape.list_of(item.start + i) : shape.selected;
         for (int h = head0; h < head1; h += kTileRows)
           tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0, 0,
-                           item.start + item.count, shape.selected, context_blocks(shape.selected), false,
-                           shape.selected});
+                           item.start + item.count, list, context_blocks(list), shape.listed > 0, list});
+      }
     }
   }
 }

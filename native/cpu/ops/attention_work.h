@@ -37,11 +37,23 @@ struct AttentionShape {
   bool images = false;         // a row of an image sees all of it
   int rope_dim = 0;            // of a latent cache: features of keys after the head_dim that are values, too
   int selected = 0;            // how many positions an indexer selects for a row that sees more; 0: there is none
+  // A row sees a list: as many last positions and, with a rate, entries of `rate` positions each, all of them or those
+  // that an indexer selects. 0: no list.
+  int listed = 0;
+  int rate = 0;
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
            group == o.group && kv_begin == o.kv_begin && window == o.window && bidirectional == o.bidirectional &&
-           segments == o.segments && images == o.images && rope_dim == o.rope_dim && selected == o.selected;
+           segments == o.segments && images == o.images && rope_dim == o.rope_dim && selected == o.selected &&
+           listed == o.listed && rate == o.rate;
   }
+  // How long the list of a row at `position` is.
+  int list_of(int position) const {
+    const int entries = rate ? (position + 1) / rate : 0;
+    return std::min(position + 1, listed) + (selected ? std::min(entries, selected) : entries);
+  }
+  // How many positions and entries a row of a context of that length sees at most.
+  int longest(int context) const { return listed ? std::min(context, listed) + (rate ? context / rate : 0) : context; }
   // The first position that a row at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
   // Where the positions end that a row at `position` sees, of a sequence with `end` positions.
@@ -53,12 +65,12 @@ struct AttentionShape {
 
 // Query rows of one sequence that share a KV head: positions [position, position + positions), local query heads
 // [head0, head1). They see some of the blocks [first, blocks) of the context, which ends at position `context`, in a
-// sequence, or a segment of one, with positions [begin, end). A row for which an indexer selects positions has tiles of
-// its own, whose context are those positions.
+// sequence, or a segment of one, with positions [begin, end). A row for which an indexer selects positions, or one that
+// sees a list, has tiles of its own, whose context is the list.
 struct Tile {
   int slot, row, position, positions, kv_head, head0, head1, first, begin, end, context, blocks;
   bool whole = false;  // its rows see all positions up to `end`
-  int selected = 0;    // how many positions are selected
+  int selected = 0;    // how long the list of what its row sees is; 0: it sees a range
   int pair = 0;        // if pairs are divided: its first pair
   int partial = -1;    // if several threads share it: the partial result of its first run
   int stride = 0;      // from one run's partial result to the next

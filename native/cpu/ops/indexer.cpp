@@ -4,12 +4,15 @@
 // With few rows, threads divide rows and positions, and select when all scores are there. With many, a thread scores
 // and selects for kIndexRows rows at a time. A score depends only on its row and position (kernels.h), and ties are
 // broken by position, so results do not depend on the division.
+//
+// With a rate, entries take the place of positions. They lie in rows, of which a thread packs a block for the kernels.
 #include "cpu/ops/indexer.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 
+#include "cpu/ops/entries.h"
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -31,10 +34,10 @@ uint32_t ordered(float x) {
   return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// Adjacent rows of one sequence: row `row + i` is at `position + i` and has scores number `scores + i`.
+// Adjacent rows of one sequence: row `row + i` is at `position + i` and has scores number `scores + i`. blocks: of what
+// the last one sees.
 struct RowGroup {
-  int slot, row, position, count, scores;
-  int blocks() const { return context_blocks(position + count); }
+  int slot, row, position, count, scores, blocks;
 };
 // Blocks [begin, end) of a group's context.
 struct Unit {
@@ -49,26 +52,34 @@ class Indexer : public BoundOp {
         cache_group_(b.parts[0].op.integer("cache_group")),
         queries_(b.parts[0].in(0)),
         weights_(b.parts[0].in(1)),
-        keys_(b.parts[0].in(2)),
         out_(b.parts[0].out()),
-        stride_((size_t)context_blocks(b.limits.max_length) * kBlockTokens),
-        scratch_(b.scratch.indexed) {}
+        rate_(b.parts[0].op.integer("rate")),
+        entries_{cache_, cache_group_, rate_, b.cache.span_size()},
+        layout_(rate_ ? packed_layout(cache_.layout, kBlockTokens, 0) : cache_.layout),
+        stride_((size_t)context_blocks(seen(b.limits.max_length)) * kBlockTokens),
+        scratch_(b.scratch.indexed) {
+    if (!rate_) keys_ = b.parts[0].in(2);
+    for (int i = 0; rate_ && i < core_.pool.size(); i++)
+      packed_.emplace_back(layout_.bytes + kBlockTokens * cache_.layout.row_bytes);
+  }
 
   void begin(const Batch& batch) override {
     groups_.clear(), units_.clear();
     int rows = 0;
     for (const Item& item : batch.items) {
-      const int first = std::max(0, out_.width - item.start);  // the first row that sees more than it selects
+      // The first row that sees more than it selects.
+      const int first = std::max(0, (out_.width + 1) * std::max(1, rate_) - 1 - item.start);
       for (int i = first; i < item.count; i += kIndexRows) {
         const int count = std::min(kIndexRows, item.count - i);
-        groups_.push_back({item.slot, item.row + i, item.start + i, count, rows});
+        groups_.push_back(
+            {item.slot, item.row + i, item.start + i, count, rows, context_blocks(seen(item.start + i + count))});
         rows += count;
       }
     }
     shared_ = rows <= kIndexRows * core_.pool.size();
     for (int g = 0; shared_ && g < (int)groups_.size(); g++)
-      for (int b = 0; b < groups_[g].blocks(); b += kUnitBlocks)
-        units_.push_back({g, b, std::min(groups_[g].blocks(), b + kUnitBlocks)});
+      for (int b = 0; b < groups_[g].blocks; b += kUnitBlocks)
+        units_.push_back({g, b, std::min(groups_[g].blocks, b + kUnitBlocks)});
     taken_.store(0, std::memory_order_relaxed);
   }
 
@@ -79,7 +90,7 @@ class Indexer : public BoundOp {
       const AttentionScope scope(core_.k);
       if (shared_) return score_units(batch, thread);
       for (int g; (g = take()) < (int)groups_.size();) {
-        score(batch, {g, 0, groups_[g].blocks()}, thread, scores(thread * kIndexRows));
+        score(batch, {g, 0, groups_[g].blocks}, thread, scores(thread * kIndexRows));
         for (int i = 0; i < groups_[g].count; i++) select(groups_[g], i, thread, scores(thread * kIndexRows + i));
       }
     });
@@ -88,6 +99,8 @@ class Indexer : public BoundOp {
 
  private:
   int take() { return taken_.fetch_add(1, std::memory_order_relaxed); }
+  // How much a row sees that is the last of so many positions.
+  int seen(int positions) const { return rate_ ? positions / rate_ : positions; }
   float* scores(int number) const { return scratch_.as<float>() + number * stride_; }
 
   // Writes the keys of a thread's rows. Rows that see few positions select all of them.
@@ -95,10 +108,11 @@ class Indexer : public BoundOp {
     const auto [r0, r1] = part((int)batch.rows.size(), thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       const Row& row = batch.rows[r];
+      if (const int all = seen(row.position + 1); all <= out_.width)
+        for (int i = 0; i < out_.width; i++) out_.row(r)[i] = i < all ? (float)i : -1.0f;
+      if (rate_) continue;
       const int span = batch.slot(row.slot).spans[cache_group_][row.position / cache_.layout.span_size];
       write_token(cache_.layout, cache_.span(span, 0), row.position % cache_.layout.span_size, keys_.row(r), nullptr);
-      if (row.position >= out_.width) continue;
-      for (int i = 0; i < out_.width; i++) out_.row(r)[i] = i <= row.position ? (float)i : -1.0f;
     }
   }
 
@@ -107,9 +121,9 @@ class Indexer : public BoundOp {
       score(batch, units_[u], thread, scores(groups_[units_[u].group].scores));
   }
 
-  void score(const Batch& batch, const Unit& unit, int thread, float* out) const {
+  void score(const Batch& batch, const Unit& unit, int thread, float* out) {
     const RowGroup& group = groups_[unit.group];
-    const SpanLayout& layout = cache_.layout;
+    const SpanLayout& layout = layout_;
     const int heads = weights_.width, count = head_tiles(heads);
     std::vector<AttentionTile> tiles((size_t)group.count * count);
     char* converted = scratch_.as() + (kIndexRows + 1) * core_.pool.size() * stride_ * sizeof(float) +
@@ -126,10 +140,11 @@ class Indexer : public BoundOp {
     }
     const void *spans[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
     for (int b = unit.begin; b < unit.end; b++) {
-      find_spans(batch, group, b, spans), find_spans(batch, group, std::min(b + 1, unit.end - 1), next);
+      if (rate_) spans[0] = next[0] = pack(batch, group, b, thread);
+      else find_spans(batch, group, b, spans), find_spans(batch, group, std::min(b + 1, unit.end - 1), next);
       const int begin = b * kBlockTokens;
       for (int i = 0; i < group.count; i++) {
-        const int tokens = std::min(kBlockTokens, group.position + i + 1 - begin);
+        const int tokens = std::min(kBlockTokens, seen(group.position + i + 1) - begin);
         if (tokens <= 0) continue;
         for (int t = 0; t < count; t++) {
           AttentionTile& a = tiles[i * count + t];
@@ -141,6 +156,18 @@ class Indexer : public BoundOp {
     }
   }
 
+  // Packs a block of entries.
+  const char* pack(const Batch& batch, const RowGroup& group, int block, int thread) {
+    char *packed = packed_[thread].data(), *rows = packed + layout_.bytes;
+    const size_t bytes = cache_.layout.row_bytes;
+    const int begin = block * kBlockTokens, count = std::min(kBlockTokens, seen(group.position + group.count) - begin);
+    for (int i = 0; i < count; i++)
+      std::memcpy(rows + i * bytes, entries_.row(batch.slot(group.slot), begin + i), bytes);
+    const void* gathered = rows;
+    core_.k.pack_latent(layout_, &gathered, &gathered, kBlockTokens, count, packed);
+    return packed;
+  }
+
   // The spans of a block of a group's context. After the last one, the last again.
   void find_spans(const Batch& batch, const RowGroup& group, int block, const void** found) const {
     const std::vector<int32_t>& spans = batch.slot(group.slot).spans[cache_group_];
@@ -150,7 +177,7 @@ class Indexer : public BoundOp {
   }
 
   void select(const RowGroup& group, int i, int thread, const float* row_scores) const {
-    select_largest(row_scores, group.position + i + 1, out_.width,
+    select_largest(row_scores, seen(group.position + i + 1), out_.width,
                    reinterpret_cast<uint32_t*>(scores(kIndexRows * core_.pool.size() + thread)),
                    out_.row(group.row + i));
   }
@@ -165,9 +192,14 @@ class Indexer : public BoundOp {
   const Core& core_;
   const LayerCache cache_;
   const int cache_group_;
-  const Tensor queries_, weights_, keys_, out_;
-  const size_t stride_;    // scores of a row
-  const Buffer& scratch_;  // scores, values of select_largest, converted queries
+  const Tensor queries_, weights_, out_;
+  Tensor keys_;                            // without a rate
+  const int rate_;                         // 0: no entries
+  const EntryCache entries_;               // with a rate
+  const SpanLayout layout_;                // of what is scored
+  std::vector<std::vector<char>> packed_;  // of each thread: a block of entries, and its rows
+  const size_t stride_;                    // scores of a row
+  const Buffer& scratch_;                  // scores, values of select_largest, converted queries
   std::vector<RowGroup> groups_;
   std::vector<Unit> units_;  // if threads share groups
   bool shared_ = false;

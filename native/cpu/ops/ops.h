@@ -22,6 +22,10 @@ struct Routing;
 struct RotaryTable {
   int number = 0, half = 0;
   std::vector<float> cosine, sine;
+  const float* inverse = nullptr;  // frequencies
+  float attention_factor = 1;
+  // The angles of a position, of a table that depends on positions alone.
+  void angles(int position, float* cosine, float* sine) const;
 };
 
 // The limits of a step and of sequences.

@@ -29,6 +29,7 @@ class RotaryTableOp : public RowOp {
         dim_(b.parts[0].op.integer("rotary_dim")),
         table_(std::make_shared<RotaryTable>()) {
     table_->number = b.parts[0].op.integer("table"), table_->half = dim_ / 2;
+    table_->inverse = inverse_.data(), table_->attention_factor = attention_factor_;
     divide_pairs(b.parts[0].op);
     table_->cosine.resize((size_t)b.limits.max_rows * table_->half), table_->sine.resize(table_->cosine.size());
     b.rotary.push_back(table_);
@@ -102,6 +103,13 @@ class RotaryTableOp : public RowOp {
 };
 
 }  // namespace
+
+void RotaryTable::angles(int position, float* cosines, float* sines) const {
+  for (int i = 0; i < half; i++) {
+    const exact::Angle angle = exact::cos_sin((float)position * inverse[i]);
+    cosines[i] = (float)angle.cosine * attention_factor, sines[i] = (float)angle.sine * attention_factor;
+  }
+}
 
 std::shared_ptr<RotaryTable> rotary_table(const Binding& b, int number) {
   for (const auto& table : b.rotary)

@@ -1,5 +1,6 @@
 // router: chooses each row's experts and their weights from its logits, then sorts the row set's entries by expert. In
 // double precision, with functions that have the same bits everywhere.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -36,8 +37,10 @@ class Router : public BoundOp {
         routing_(b.routing(out_.row_set)),
         expert_scales_(b.parts[0].op.flag("expert_scales") ? b.parts[0].vector((int)b.parts[0].op.weights.size() - 1)
                                                            : nullptr),
-        correction_(b.parts[0].op.weights.size() > (expert_scales_ ? 1 : 0) ? b.parts[0].vector() : nullptr),
+        table_(b.parts[0].op.flag("by_token") ? &b.parts[0].weights.vector(b.parts[0].op.weights[0]) : nullptr),
+        correction_(!table_ && b.parts[0].op.weights.size() > (expert_scales_ ? 1 : 0) ? b.parts[0].vector() : nullptr),
         sigmoid_(!std::strcmp(b.parts[0].op.choice("scores"), "sigmoid")),
+        sqrt_softplus_(!std::strcmp(b.parts[0].op.choice("scores"), "sqrt_softplus")),
         normalized_(b.parts[0].op.flag("normalized")),
         scale_(b.parts[0].op.number("scale")),
         groups_(b.parts[0].op.integer("groups")),
@@ -51,7 +54,9 @@ class Router : public BoundOp {
     const int rows = in_.rows(batch);
     if (rows > 1 || thread == 0) {
       const auto [r0, r1] = rows > 1 ? part(rows, thread, core_.pool.size()) : std::pair<int, int>(0, rows);
-      for (int r = r0; r < r1; r++) route(r, scratch_[thread]);
+      for (int r = r0; r < r1; r++)
+        if (table_) route_by_token(r, batch.rows[in_.of_outputs ? batch.outputs[r].row : r].token);
+        else route(r, scratch_[thread]);
     }
     if (rows > 1 && !core_.pool.barrier()) return;
     if (thread != 0) return;
@@ -74,19 +79,36 @@ class Router : public BoundOp {
                       [&](int a, int b) { return values[a] > values[b] || (values[a] == values[b] && a < b); });
   }
 
+  // A score that does not depend on those of other experts.
+  double own_score(float logit) const {
+    return sigmoid_ ? 1 / (1 + exact::exp(-(double)logit)) : std::sqrt(exact::softplus((double)logit));
+  }
+
+  // The table's experts, which must ascend. A token beyond the table has the last row's.
+  void route_by_token(int r, int token) {
+    const int top = routing_.top, rows = (int)table_->size() / top;
+    const float* experts = table_->data() + (size_t)std::clamp(token, 0, rows - 1) * top;
+    int* chosen = &routing_.chosen[r * top];
+    for (int i = 0; i < top; i++) chosen[i] = std::clamp((int)experts[i], 0, in_.width - 1);
+    std::sort(chosen, chosen + top);
+    double total = normalized_ ? 0 : 1;
+    for (int i = 0; i < top && normalized_; i++) total += own_score(in_.row(r)[chosen[i]]);
+    for (int i = 0; i < top; i++)
+      routing_.shares[r * top + i] = (float)(own_score(in_.row(r)[chosen[i]]) / total * scale_);
+  }
+
   void route(int r, Own& own) {
     const float* logits = in_.row(r);
     const int experts = in_.width, top = routing_.top;
     const float most = *std::max_element(logits, logits + experts);
     // The softmax keeps the order of the logits, and its sum cancels out of normalized weights.
-    const bool plain = !sigmoid_ && !correction_ && top_groups_ == groups_;
+    const bool softmax = !sigmoid_ && !sqrt_softplus_;
+    const bool plain = softmax && !correction_ && top_groups_ == groups_;
     const bool few = plain && normalized_;  // only the chosen experts' scores are needed
-    const auto score = [&](int e) {
-      return sigmoid_ ? 1 / (1 + exact::exp(-(double)logits[e])) : exact::exp((double)logits[e] - most);
-    };
+    const auto score = [&](int e) { return softmax ? exact::exp((double)logits[e] - most) : own_score(logits[e]); };
     double sum = 1;
     for (int e = 0; e < experts && !few; e++) own.scores[e] = score(e);
-    if (!sigmoid_ && (!normalized_ || !plain)) sum = std::accumulate(own.scores.begin(), own.scores.end(), 0.0);
+    if (softmax && (!normalized_ || !plain)) sum = std::accumulate(own.scores.begin(), own.scores.end(), 0.0);
     for (int e = 0; e < experts; e++) {
       if (!few) own.scores[e] /= sum;
       double& c = own.choice[e];
@@ -129,8 +151,10 @@ class Router : public BoundOp {
   const Core& core_;
   const Tensor in_, out_;
   Routing& routing_;
-  const float *const expert_scales_, *const correction_;
-  const bool sigmoid_, normalized_;
+  const float* const expert_scales_;
+  const std::vector<float>* const table_;  // of the experts of each token; null: scores choose
+  const float* const correction_;
+  const bool sigmoid_, sqrt_softplus_, normalized_;
   const double scale_;
   const int groups_, top_groups_;
   const bool by_largest_;

@@ -2,6 +2,7 @@
 // work). Fused with head_norm and rope, heads are normed and rotated when they enter the cache or become queries.
 // latent_attention: the same with a latent cache, whose one row a token is key and value for all heads. A thread packs
 // each block for the kernels. Where an indexer selects a row's positions, the thread first gathers their rows.
+// compressed_attention: the same, where all rows see lists of positions and entries.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -9,6 +10,7 @@
 
 #include "common/exact.h"
 #include "cpu/ops/attention_work.h"
+#include "cpu/ops/entries.h"
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -41,16 +43,25 @@ class SpanAttention : public BoundOp {
  public:
   SpanAttention(const Binding& b, std::shared_ptr<AttentionWork> work)
       : core_(b.core), work_(std::move(work)), shape_(work_->shape), layout_(work_->layout) {
-    const Part* latent = b.part(Op::latent_attention);
-    const Part& op = latent ? *latent : *b.part(Op::span_attention);
+    const Part *latent = b.part(Op::latent_attention), *compressed = b.part(Op::compressed_attention);
+    const Part& op = latent ? *latent : compressed ? *compressed : *b.part(Op::span_attention);
     cache_ = b.cache.layer(op.op.integer("cache_group"), op.op.integer("layer"));
     cache_group_ = op.op.integer("cache_group");
     in_ = op.in(), out_ = op.out();
-    one_tile_ = layout_, one_tile_.for_one_tile = latent;
+    one_tile_ = layout_, one_tile_.for_one_tile = latent || compressed;
     scale_ = (float)op.op.number("scale");
     if (latent) {
       rotated_ = op.in(1), rows_ = op.in(2);
       if (shape_.selected) selected_ = op.in(3);
+      return;
+    }
+    if (compressed) {
+      rows_ = op.in(1), sinks_ = op.vector(0);
+      if (shape_.selected) selected_ = op.in(2);
+      if (!shape_.rate) return;
+      entries_.group = op.op.integer("entry_group"), entries_.rate = shape_.rate;
+      entries_.cache = b.cache.layer(entries_.group, op.op.integer("entry_layer"));
+      entries_.span_size = cache_.layout.span_size;
       return;
     }
     soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
@@ -125,6 +136,7 @@ class SpanAttention : public BoundOp {
   BlockSpans spans_of(const Batch& batch, const Tile& tile, const SpanLayout& layout, int block, const Tile& next,
                       int next_block, const Scratchpad& s) const;
   void gather(const Batch& batch, const Tile& tile, int block, char* rows) const;
+  const char* listed_row(const Batch& batch, const Tile& tile, int index) const;
   void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
                   float* partial) const;
   void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
@@ -151,7 +163,9 @@ class SpanAttention : public BoundOp {
   bool writes_ = true;  // keys and values; otherwise an earlier op has written them
   Tensor in_, out_;
   // Of latent_attention: the rotated part of queries; what the cache keeps; positions that an indexer selects.
+  // compressed_attention has the latter two, and entries.
   Tensor rotated_, rows_, selected_;
+  EntryCache entries_;
   std::vector<HeadStep> steps_;
   float scale_, soft_cap_ = 0;
   double logn_ = 0;
@@ -200,7 +214,7 @@ void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* r
   const SpanLayout& stored = cache_.layout;
   const int span = batch.slot(r.slot).spans[cache_group_][r.position / stored.span_size];
   char* to = cache_.span(span, kv_head);
-  if (shape_.rope_dim) return write_latent(stored, to, r.position % stored.span_size, rows_.row(row));
+  if (stored.row_bytes) return write_latent(stored, to, r.position % stored.span_size, rows_.row(row));
   const float* key = head(row, shape_.q_heads + kv_head, room);
   const float* value = head(row, shape_.q_heads + shape_.kv_heads + kv_head, room + layout_.query_dim());
   write_token(stored, to, r.position % stored.span_size, key, value);
@@ -268,24 +282,37 @@ SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile
     int i = next.selected ? 0 : block_spans(batch, next, next_block, found.next);
     for (; i < count; i++) found.next[i] = found.block[i];
   }
-  if (!shape_.rope_dim) return found;
+  if (!cache_.layout.row_bytes) return found;
   const int tokens = std::min(kBlockTokens, tile.context - block * kBlockTokens);
   core_.k.pack_latent(layout, found.block, found.next, span_size, tokens, s.packed);
   found.packed = s.packed;
   return found;
 }
 
-// Copies the cache's rows of a block of selected positions.
+// Copies the cache's rows of a block of a list, and zeros for the rest of the rows that kernels read.
 void SpanAttention::gather(const Batch& batch, const Tile& tile, int block, char* rows) const {
-  const std::vector<int32_t>& spans = batch.slot(tile.slot).spans[cache_group_];
-  const SpanLayout& stored = cache_.layout;
-  const float* positions = selected_.row(tile.row) + block * kBlockTokens;
-  const int tokens = std::min(kBlockTokens, tile.context - block * kBlockTokens);
-  for (int i = 0; i < tokens; i++, rows += stored.row_bytes) {
-    const int position = (int)positions[i];
-    const char* span = cache_.span(spans[position / stored.span_size], 0);
-    std::memcpy(rows, span + position % stored.span_size * stored.row_bytes, stored.row_bytes);
+  const size_t bytes = cache_.layout.row_bytes;
+  const int begin = block * kBlockTokens, tokens = std::min(kBlockTokens, tile.context - begin);
+  for (int i = 0; i < tokens; i++) std::memcpy(rows + i * bytes, listed_row(batch, tile, begin + i), bytes);
+  std::memset(rows + tokens * bytes, 0, (kBlockTokens - tokens) * bytes);
+}
+
+// A row of a tile's list: of the positions that an indexer selects or, in compressed_attention, of the last positions
+// and then of entries, all of them or those that an indexer selects.
+const char* SpanAttention::listed_row(const Batch& batch, const Tile& tile, int index) const {
+  const Slot& slot = batch.slot(tile.slot);
+  int position;
+  if (const int last = std::min(tile.position + 1, shape_.listed); !last) {
+    position = (int)selected_.row(tile.row)[index];
+  } else if (index < last) {
+    position = tile.position + 1 - last + index;
+  } else {
+    const int entry = index - last;
+    return entries_.row(slot, shape_.selected ? (int)selected_.row(tile.row)[entry] : entry);
   }
+  const SpanLayout& stored = cache_.layout;
+  return cache_.span(slot.spans[cache_group_][position / stored.span_size], 0) +
+         position % stored.span_size * stored.row_bytes;
 }
 
 // partial: kTileRows maxima, then kTileRows sums, then the rows' vectors.
@@ -516,6 +543,18 @@ static std::unique_ptr<BoundOp> bind_latent_attention(const Binding& b) {
   return bind_attention(b, shape, packed_layout(stored, kBlockTokens, shape.head_dim));
 }
 
+static std::unique_ptr<BoundOp> bind_compressed_attention(const Binding& b) {
+  const Part& part = b.parts[0];
+  AttentionShape shape;
+  shape.head_dim = part.in(1).width;
+  shape.q_heads = shape.group = part.out().width / shape.head_dim, shape.kv_heads = 1;
+  shape.listed = part.op.integer("window"), shape.rate = part.op.integer("rate");
+  if (part.inputs.size() > 2) shape.selected = part.in(2).width;
+  const SpanLayout& stored = b.cache.layer(part.op.integer("cache_group"), part.op.integer("layer")).layout;
+  return bind_attention(b, shape, packed_layout(stored, kBlockTokens, shape.head_dim));
+}
+
+const RegisterCpuOp kCompressedAttention({{Op::compressed_attention}}, bind_compressed_attention);
 const RegisterCpuOp kSpanAttention({{Op::span_attention}}, bind_span_attention);
 const RegisterCpuOp kLatentAttention({{Op::latent_attention}}, bind_latent_attention);
 

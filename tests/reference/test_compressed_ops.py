@@ -1,0 +1,263 @@
+"""Ops of DeepSeek-V4 on the CPU against the reference backend: attention over compressed positions, residual streams,
+rotations of a head's last features, and routers with a table of experts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from reference.plan import GIVEN, SAMPLE
+from reference.test_cpu_ops import EXACT, WIDTHS, compare, compiled, embedded, prompts, toy
+from reference.toy import ALL, Toy, item, plan, start
+from support.latent_toys import VOCAB
+from support.seed import SEED
+
+
+# -- residual streams --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("width", [1, 7, 96, 531])
+@pytest.mark.parametrize("streams, iterations", [(1, 1), (2, 1), (3, 20), (4, 2), (4, 20)])
+def test_streams(streams, iterations, width, threads):
+    own, every = toy(), streams * (2 + streams)
+    x = embedded(own, streams * width)
+    weights = own.op("linear", (x,), every, (own.matrix(every, streams * width),))
+    own.op("stream_weights", (weights,), None, (own.vector(3), own.vector(every)), streams=streams,
+           iterations=iterations, eps=1e-3)
+    y = own.op("merge_streams", (x, weights), width)
+    own.op("mix_streams", (x, y, weights))
+    pre = own.op("linear", (x,), streams, (own.matrix(streams, streams * width),))
+    own.op("stream_weights", (pre,), None, (own.vector(1), own.vector(streams)), streams=streams, iterations=1,
+           eps=1e-3)
+    own.op("add", (y, own.op("merge_streams", (x, pre), width)))
+    own.finish(own.op("concat", (x, y), (streams + 1) * width))
+    compare(own, threads=threads)
+
+
+def test_one_row_of_streams_is_divided_by_columns():
+    """The same bits as among other rows."""
+    def logits(executor, given):
+        work = [item(slot, 1, SAMPLE, spans=[slot]) for slot in range(len(given))]
+        return executor.step(plan(work, [start(slot, [token]) for slot, token in enumerate(given)]), True).logits
+
+    own, width = Toy(5), 700
+    x = embedded(own, 4 * width)
+    weights = own.op("linear", (x,), 24, (own.matrix(24, 4 * width),))
+    own.op("stream_weights", (weights,), None, (own.vector(3), own.vector(24)), streams=4, iterations=20, eps=1e-6)
+    own.op("mix_streams", (x, own.op("merge_streams", (x, weights), width), weights))
+    own.finish(x)
+    alone, together = (logits(compiled(own, 3), given) for given in ([9], [9, 3, 4, 5]))
+    np.testing.assert_array_equal(alone[0], together[0])
+
+
+# -- what ops that stood before have besides ---------------------------------------------------------------------------
+@pytest.mark.parametrize("pairs", ["halves", "interleaved"])
+@pytest.mark.parametrize("dim, rotary_dim", [(10, 10), (33, 6), (64, 16)])
+def test_rotations_of_the_last_features_and_back(dim, rotary_dim, pairs):
+    own = toy()
+    x = embedded(own, 1 + 3 * dim)
+    own.rotary(rotary_dim)
+    place = {"offset": 1, "heads": 3, "head_dim": dim, "rotary_dim": rotary_dim, "skip": dim - rotary_dim}
+    own.op("rope", (x,), pairs=pairs, **place)
+    y = own.op("scale", (own.op("concat", (x, x), 2 * (1 + 3 * dim)),), factor=0.5)
+    own.op("rope", (y,), pairs=pairs, inverse=True, **place)
+    own.finish(y)
+    compare(own)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_limited_silu_mul(width):
+    own = toy()
+    both = own.embedding(VOCAB, 2 * width, 4 * own.rng.normal(size=(VOCAB, 2 * width)))
+    own.finish(own.op("limited_silu_mul", (both,), width, limit=1.5))
+    compare(own)
+
+
+@pytest.mark.parametrize("selected_first", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_routers(by_token, normalized, selected_first):
+    own, experts, top = toy(), 7, 3
+    x = embedded(own, 31)
+    rows = ALL
+    if selected_first:  # only rows with outputs have experts
+        x, rows = own.op("select_rows", (x,), 31, rows=_native.OUTPUT_ROWS), _native.OUTPUT_ROWS
+    routed = own.program.add_row_set(rows, top)
+    logits = own.op("linear", (x,), experts, (own.matrix(experts, 31, 2 * own.rng.normal(size=(experts, 31))),))
+    table = own.rng.permuted(np.tile(np.arange(experts), (VOCAB, 1)), axis=1)[:, :top].ravel()
+    weights = (own.vector(table) if by_token else own.vector(experts),)
+    scores = own.op("router", (logits,), 1, weights, rows=routed, top_k=top, scores="sqrt_softplus", scale=1.7,
+                    normalized=normalized, by_token=by_token)
+    stack = own.matrix(experts * 31, 31)
+    y = own.op("expert_linear", (x,), 31, (stack,), rows=routed, experts=experts)
+    y = own.op("combine_experts", (y, scores), 31, rows=rows)
+    if selected_first:
+        own.op("sample", (y,), vocab_begin=0, vocab_size=31)
+    else:
+        own.finish(y)
+    compare(own)
+
+
+@pytest.mark.parametrize("attributes, weights, problem", [
+    ({"by_token": True}, 1, "by_token needs a table as its only weight, and excludes softmax"),
+    ({"by_token": True, "scores": "sigmoid"}, 0, "by_token needs a table"),
+    ({"by_token": True, "scores": "sigmoid", "groups": 7, "top_groups": 6}, 1, "by_token needs a table"),
+])
+def test_tables_of_experts_that_are_refused(attributes, weights, problem):
+    own = toy()
+    x = embedded(own, 7)
+    routed = own.program.add_row_set(ALL, 3)
+    with pytest.raises(ValueError, match=problem):
+        own.op("router", (x,), 1, [own.vector(3 * VOCAB)] * weights, rows=routed, top_k=3, **attributes)
+
+
+# -- attention over compressed positions -------------------------------------------------------------------------------
+GROUPS = (("full", 0), ("sliding", 30), ("sliding", 80))
+
+
+def with_entries(own: Toy, x: int, dim: int, rate: int, overlapping: bool, rotary_dim: int, number: int) -> None:
+    width = dim * (2 if overlapping else 1)
+    both = own.op("linear", (x,), 2 * width, (own.matrix(2 * width, 31),))
+    own.op("compress", (both,), None, (own.vector(rate * width), own.vector(dim)), rate=rate, overlapping=overlapping,
+           eps=1e-6, rotary_dim=rotary_dim, rows_layer=number, rows_group=2, layer=number, cache_group=0)
+
+
+def compressed(own: Toy, heads: int, dim: int, rate: int, selected: int = 0, overlapping: bool = False,
+               rotary_dim: int = 4) -> int:
+    """Attention over a window of 29 and entries; selected: how many an indexer selects."""
+    x = own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)))
+    own.rotary(rotary_dim)
+    queries, kept = (own.op("linear", (x,), width, (own.matrix(width, 31),)) for width in (heads * dim, dim))
+    seen = [queries, kept]
+    if rate:
+        with_entries(own, x, dim, rate, overlapping, rotary_dim, 0)
+    if selected:
+        with_entries(own, x, 12, rate, overlapping, rotary_dim, 1)
+        asked, weights = (own.op("linear", (x,), width, (own.matrix(width, 31),)) for width in (13 * 12, 13))
+        seen.append(own.op("indexer", (asked, weights), selected, layer=1, cache_group=0, rate=rate))
+    return own.op("compressed_attention", seen, heads * dim, (own.vector(heads),), layer=0, cache_group=1, window=29,
+                  scale=0.3, rate=rate, entry_layer=0, entry_group=0)
+
+
+def spans_of(slot: int, begin: int, end: int, room: int) -> dict[str, list]:
+    """Spans of all groups of a slot for positions up to `end`, of which those up to `begin` have some."""
+    fresh = range(-(-begin // 16), -(-end // 16))
+    first, *others = ([room * (3 * slot + group) + span for span in fresh] for group in range(3))
+    return {"spans": first, "other_spans": others}
+
+
+@pytest.mark.parametrize("cache, tolerance", [("float32", EXACT), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("heads, dim, rate, overlapping, selected", [
+    (1, 4, 0, False, 0), (3, 20, 4, False, 0), (17, 33, 3, True, 0), (5, 131, 37, False, 0), (6, 64, 5, True, 300),
+    (2, 16, 2, True, 1)])
+def test_compressed_attention(heads, dim, rate, overlapping, selected, threads, cache, tolerance):
+    """An indexer that selects one of many entries takes another where the cache rounds its keys."""
+    if selected == 1 and cache == "bfloat16":
+        pytest.skip("other entries have nearly the same score")
+    own = Toy(SEED, groups=GROUPS)
+    own.finish(compressed(own, heads, dim, rate, selected, overlapping))
+    executor, given = compiled(own, threads, dtype=cache, num_spans=128), prompts()
+    work = [item(slot, len(p), SAMPLE, **spans_of(slot, 0, len(p), 8)) for slot, p in enumerate(given)]
+    data = plan(work, [start(slot, p) for slot, p in enumerate(given)])
+    expected = own.runner(num_spans=(128,) * 3).step(data).logits
+    error = np.abs(executor.step(data, True).logits - expected).max() / np.sqrt(np.mean(expected ** 2))
+    assert error <= tolerance
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rate, overlapping, selected", [(0, False, 0), (4, True, 150), (37, False, 0), (7, False, 20)])
+def test_bits_of_compressed_positions_do_not_depend_on_chunks(rate, overlapping, selected, cache, threads):
+    """Also where chunks end within the positions of an entry. Near the reference with a cache of floats."""
+    results, length = [], 1290
+    prompt = np.random.default_rng(3).integers(0, VOCAB, length).tolist()
+    for chunk in (length, 333, 47, 5):
+        own = Toy(7, groups=GROUPS)
+        own.finish(compressed(own, 20, 12, rate, selected, overlapping))
+        executor, new = compiled(own, threads, dtype=cache, long=True, num_spans=512), [start(0, prompt)]
+        for begin in range(0, length, chunk):
+            end = min(begin + chunk, length)
+            result = executor.step(plan([item(0, end - begin, SAMPLE if end == length else 0,
+                                              **spans_of(0, begin, end, 100))], new), True)
+            new = []
+        results.append(result.logits.tobytes())
+    assert all(found == results[0] for found in results)
+    if cache == "float32":
+        expected = own.runner(num_spans=(400,) * 3, max_length=2048, max_rows=2048).step(
+            plan([item(0, length, SAMPLE, **spans_of(0, 0, length, 100))], [start(0, prompt)])).logits
+        error = np.abs(np.frombuffer(results[0], np.float32) - expected[0]).max()
+        assert error <= EXACT * np.sqrt(np.mean(expected ** 2))
+
+
+def test_rejected_drafts_leave_no_entries():
+    """Drafts complete entries; other tokens than these come, and have the bits that they have without drafts."""
+    prompt = np.random.default_rng(4).integers(0, VOCAB, 41).tolist()
+    found = []
+    for drafts in ([], [1, 2, 3, 4, 5, 6]):
+        own = Toy(9, groups=GROUPS)
+        x = compressed(own, 4, 12, 4, 5, True)
+        own.finish(own.op("linear", (x,), VOCAB, (own.matrix(VOCAB, 48),)))
+        executor, tokens, rows, new, have = compiled(own, 2, num_spans=128), [], [], [start(0, prompt)], 0
+        for step in range(12):
+            count = len(prompt) if step == 0 else 1
+            begin = 0 if step == 0 else len(prompt) + len(tokens) - 1
+            given = [] if step == 0 else [(draft + tokens[-1]) % VOCAB for draft in drafts]
+            end = begin + count + len(given)
+            fresh, have = spans_of(0, 16 * have, max(end, 16 * have), 12), max(have, -(-end // 16))
+            flags, new_slots, new = SAMPLE | (GIVEN if given else 0), new, []
+            result = executor.step(plan([item(0, count, flags, known=given, drafts=len(given), **fresh)], new_slots),
+                                   True)
+            tokens += result.tokens[:result.counts[0]].tolist()
+            rows += list(result.logits[:result.counts[0]])
+        found.append((tokens[:12], [row.tobytes() for row in rows[:12]]))
+    assert found[0] == found[1]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def test_entries_that_are_refused():
+    own = Toy(groups=(*GROUPS, ("sliding", 5)))
+    x = own.embedding(VOCAB, 24)
+    own.rotary(4)
+    place = {"rate": 4, "eps": 1e-6, "rotary_dim": 4, "rows_layer": 0, "rows_group": 1, "layer": 0, "cache_group": 0}
+
+    def refuses(problem: str, weights=(4 * 12, 12), **other):
+        with pytest.raises(ValueError, match=problem):
+            own.op("compress", (x,), None, [own.vector(n) for n in weights], **{**place, **other})
+
+    refuses("vector of 47 values, expected 48", (47, 12))
+    refuses("cache group 0 is full, expected sliding", rows_group=0)
+    refuses("cache group 1 is sliding, expected full", cache_group=1)
+    refuses("no cache group 9", cache_group=9)
+    refuses("cache group 3 keeps 5 positions, an entry is of 8", (4 * 12, 6), rows_group=3, overlapping=True)
+    refuses("it needs a rotary table with its rotary_dim", rotary_dim=6)
+    own.op("compress", (x,), None, (own.vector(48), own.vector(12)), **place)
+    refuses("layer 0 of cache group 1 is taken", layer=1)
+    refuses("layer 0 of cache group 0 is taken", rows_layer=1)
+
+
+@pytest.mark.parametrize("attributes, problem", [
+    ({"cache_group": 0}, "cache group 0 is full, expected sliding"),
+    ({"window": 31}, "a window of 31 over a cache group that keeps 30"),
+    ({"rate": 4, "entry_layer": 3}, "no earlier op keeps entries in layer 3 of cache group 0"),
+    ({"rate": 5}, "the entries in layer 0 of cache group 0 have another rate"),
+])
+def test_attention_over_entries_that_is_refused(attributes, problem):
+    own = Toy(groups=GROUPS)
+    x = own.embedding(VOCAB, 31)
+    own.rotary(4)
+    with_entries(own, x, 12, 4, False, 4, 0)
+    queries, kept = (own.op("linear", (x,), width, (own.matrix(width, 31),)) for width in (24, 12))
+    with pytest.raises(ValueError, match=problem):
+        own.op("compressed_attention", (queries, kept), 24, (own.vector(2),), **{
+            "layer": 0, "cache_group": 1, "window": 29, "scale": 1.0, "rate": 0, **attributes})
+    with pytest.raises(ValueError, match="it takes either a key or a rate"):
+        own.op("indexer", (queries, own.op("linear", (x,), 2, (own.matrix(2, 31),))), 5, layer=0)
+
+
+def test_a_quantized_cache_is_refused():
+    own = Toy(groups=GROUPS)
+    own.finish(compressed(own, 2, 12, 4))
+    with pytest.raises(ValueError, match="a cache of compressed positions must have type float32 or bfloat16"):
+        compiled(own, dtype="int8")
