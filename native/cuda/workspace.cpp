@@ -320,6 +320,7 @@ void Workspace::allocate_cache() {
   for (const OpNode& op : program.ops()) {
     const bool latent = op.is(Op::latent_attention), indexed = op.is(Op::indexer);
     if (!latent && !indexed && !op.is(Op::span_attention)) continue;
+    if (indexed && op.integer("rate")) refuse("op indexer of entries");
     if (const int group = indexed ? 0 : group_of(program, op);
         group && std::find(groups.begin(), groups.end(), group) == groups.end())
       groups.push_back(group);

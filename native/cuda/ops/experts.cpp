@@ -166,6 +166,8 @@ int bind_router(Binding& b, size_t i, bool logits) {
   router.experts = x.rows.width;
   if (scales) router.expert_scales = b.vector(op, vectors - 1);
   if (vectors > scales) router.correction = b.vector(op, 0);
+  if (op.flag("by_token") || std::string(op.choice("scores")) == "sqrt_softplus")
+    refuse("router with a table of experts, or with roots of softplus");
   router.sigmoid = std::string(op.choice("scores")) == "sigmoid", router.normalized = op.flag("normalized");
   router.scale = (float)op.number("scale");
   router.groups = op.integer("groups"), router.top_groups = op.integer("top_groups");

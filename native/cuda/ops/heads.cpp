@@ -34,6 +34,7 @@ int bind_head_norm(Binding& b, size_t i) {
 
 int bind_rope(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
+  if (op.integer("skip") || op.flag("inverse")) refuse("op rope of other features than a head's first ones, or back");
   b.check_in_place(op);
   const auto table = b.workspace.rotary_tables.find(op.integer("table"));
   if (table == b.workspace.rotary_tables.end())
