@@ -105,6 +105,8 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
 
 def gated(graph: Graph, gate_up: Tensor, activation: str, out: str) -> Tensor:
     """activation(gate) * up of the packed projection."""
+    if graph.config.swiglu_limit:
+        return graph.limited_silu_mul(gate_up, graph.config.swiglu_limit, out)
     return {"silu": graph.silu_mul, "gelu": graph.gelu_mul, "gelu_tanh": graph.gelu_tanh_mul}[activation](gate_up, out)
 
 
@@ -120,6 +122,7 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
                    bias: bool = False, correction: str = "", correction_row: int | None = None,
                    source: Tensor | None = None, out: str = "branch", scales: str = "", activation: str = "silu",
+                   table: str = "",
                    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")) -> Tensor:
     """The weighted sum of the experts (gated MLPs) that the router chooses for each row.
 
@@ -128,8 +131,9 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     source: what experts compute, x by default. router: its name. bias: the router and the experts have biases.
     correction: the name of the vector that is added to scores for the choice of experts, "" if there is none.
     correction_row: the checkpoint's tensor has two dimensions, and the vector is this row of it. scales: the name of
-    the vector that the experts' weights are multiplied with, "" if there is none. activation: as in gated_mlp. stacks:
-    names of the tensors of all experts, if the checkpoint stores them stacked.
+    the vector that the experts' weights are multiplied with, "" if there is none. activation: as in gated_mlp. table:
+    the name of the experts of each token, if the router does not choose them; "" if it does. stacks: names of the
+    tensors of all experts, if the checkpoint stores them stacked.
     """
     config, source = graph.experts, x if source is None else source
     hidden = source.blocks[0].width
@@ -162,7 +166,8 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
 
     chosen = {name: getattr(config, name) for name in ("scores", "scale", "groups", "top_groups", "group_scores")
               if getattr(config, name) != getattr(ExpertConfig, name)}
-    scores = graph.router(logits, rows, vector(correction, correction_row), vector(scales),
+    listed = graph.vector(f"{prefix}.{table}", graph.config.vocab_size * config.per_token) if table else None
+    scores = graph.router(logits, rows, vector(correction, correction_row), vector(scales), listed,
                           normalized=int(config.normalized), **chosen)
     name = f"{prefix}.experts.{'+'.join(names[:-1])}"
     stack = graph.weight(Weight(name, gate_up("weight"), hidden, experts=count))
@@ -179,15 +184,15 @@ def routed_experts(graph: Graph, x: Tensor, prefix: str,
     return graph.combine_experts(y, scores, out=out)
 
 
-def shared_expert(graph: Graph, x: Tensor, prefix: str, name: str = "shared_expert") -> Tensor:
-    """A gated MLP for every row: the caller must add up the ranks' results."""
+def shared_expert(graph: Graph, x: Tensor, prefix: str, name: str = "shared_expert",
+                  names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Tensor:
+    """A gated MLP for every row: the caller must add up the ranks' results. names: of gate, up and down."""
     size = graph.experts.shared_size
     unit = gcd(size, 32)
     inner = Split(size // unit, unit)
-    weight, _ = graph.packed(f"{prefix}.{name}", ("gate_proj", "up_proj"), (inner, inner),
-                             graph.config.hidden_size, False)
-    activated = graph.silu_mul(graph.linear(x, weight, None, out="shared_gate_up"), out="shared_activated")
-    return graph.partial_linear(activated, f"{prefix}.{name}.down_proj", inner, False, out="shared")
+    weight, _ = graph.packed(f"{prefix}.{name}", names[:2], (inner, inner), graph.config.hidden_size, False)
+    activated = gated(graph, graph.linear(x, weight, None, out="shared_gate_up"), "silu", "shared_activated")
+    return graph.partial_linear(activated, f"{prefix}.{name}.{names[2]}", inner, False, out="shared")
 
 
 def mlp_or_experts(graph: Graph, x: Tensor, prefix: str, layer: int, *, correction: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_GROUPS = 24  # more would make the tables of spans large
@@ -15,6 +16,36 @@ class CacheGroup:
 
     kind: str = "full"
     window: int = 0
+
+
+def place_rows(rows: Mapping[tuple[int, str], tuple[int, float]]
+               ) -> tuple[list[CacheGroup], dict[tuple[int, str], tuple[int, int]]]:
+    """The cache groups of rows of several kinds, and for each its group and its index within the group.
+
+    rows: for each layer and kind, the number of last positions that are kept, 0 for all, and what a position takes. A
+    group has rows with one window. As all groups have the same room, it is the least that makes up to MAX_GROUPS.
+    """
+    sizes = [size for _, size in rows.values()]
+    room = max(sum(size for window, size in rows.values() if not window), *sizes)
+    while len((found := _filled(rows, room))[0]) > MAX_GROUPS:
+        room *= 1.03
+    return found
+
+
+def _filled(rows: Mapping[tuple[int, str], tuple[int, float]], room: float
+            ) -> tuple[list[CacheGroup], dict[tuple[int, str], tuple[int, int]]]:
+    """The same with groups of that room: each row, the largest first, is in the first group where it fits."""
+    groups, left, places = list[CacheGroup](), list[float](), dict[tuple[int, str], tuple[int, int]]()
+    for key in sorted(rows, key=lambda key: (rows[key][0], -rows[key][1])):
+        window, size = rows[key]
+        wanted = CacheGroup("sliding", window) if window else CacheGroup()
+        at = next((i for i, group in enumerate(groups) if group == wanted and size <= left[i]), len(groups))
+        if at == len(groups):
+            groups.append(wanted)
+            left.append(room)
+        places[key] = at, sum(group == at for group, _ in places.values())
+        left[at] -= size
+    return groups, places
 
 
 def place_layers(windows: tuple[int, ...], layers: int, without: tuple[int, ...] = (), latent: bool = False,

@@ -441,6 +441,10 @@ class Graph:
         """gpt-oss' clamped product of the packed projection: see the table of ops."""
         return self.op("clamped_silu_mul", gate_up, out=out, blocks=gate_up.blocks[:1], alpha=alpha, limit=limit)
 
+    def limited_silu_mul(self, gate_up: Tensor, limit: float, out: str = "activated") -> Tensor:
+        """silu(gate) * up of the packed projection, with gate and up limited: see the table of ops."""
+        return self.op("limited_silu_mul", gate_up, out=out, blocks=gate_up.blocks[:1], limit=limit)
+
     def relu_square(self, x: Tensor) -> Tensor:
         """`x = max(x, 0)^2`, value by value."""
         return self.op("relu_square", x)
@@ -510,6 +514,18 @@ class Graph:
         return self.op("indexer", queries, weights, key, out=out, blocks=(Block(selected),),
                        layer=len(self._places) + before)
 
+    # -- compressed positions ------------------------------------------------------------------------------------------
+    def compress(self, x: Tensor, prefix: str, rate: int, rows: tuple[int, int], entries: tuple[int, int],
+                 **more: Any) -> None:
+        """Keeps entries of `rate` positions each, of [values | gates], see the table of ops. The checkpoint has
+        `prefix`.ape and `prefix`.norm.weight. rows, entries: group and layer of the cache where rows and entries lie.
+        """
+        width = x.blocks[0].width
+        weights = (self.vector(f"{prefix}.ape", rate * width),
+                   self.vector(f"{prefix}.norm.weight", width // 2 if more.get("overlapping") else width))
+        self._op("compress", (x,), (), weights, rate=rate, eps=self.config.rms_norm_eps, rows_group=rows[0],
+                 rows_layer=rows[1], cache_group=entries[0], layer=entries[1], **more)
+
     # -- layers with a state -------------------------------------------------------------------------------------------
     def causal_conv(self, x: Tensor, prefix: str, taps: int, *, bias: bool = False, activated: bool = True,
                     out: str = "convolved") -> Tensor:
@@ -556,12 +572,17 @@ class Graph:
 
     # -- experts -------------------------------------------------------------------------------------------------------
     def router(self, logits: Tensor, rows: str, correction: Weight | None = None, expert_scales: Weight | None = None,
-               **attrs: Any) -> Tensor:
-        """Chooses experts for each row: makes the row set `rows` and returns the weights of its entries."""
+               table: Weight | None = None, **attrs: Any) -> Tensor:
+        """Chooses experts for each row: makes the row set `rows` and returns the weights of its entries. table: of the
+        experts of each token, which then are not chosen.
+        """
+        if table is not None:
+            attrs["by_token"] = 1
         y = self.tensor("routed", (Block(1),), rows)
         if expert_scales is not None:
             attrs["expert_scales"] = 1
-        self._op("router", (logits,), (y,), (correction, expert_scales), top_k=self.row_sets[rows].times, **attrs)
+        self._op("router", (logits,), (y,), (table, correction, expert_scales), top_k=self.row_sets[rows].times,
+                 **attrs)
         return y
 
     def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, out: str) -> Tensor:

@@ -72,7 +72,7 @@ class ExpertConfig:
     that computes every token, 0 for none. dense_layers: layers without experts. stacked: a tensor of the checkpoint
     holds all experts of a layer, as in transformers 5; otherwise each expert has its own tensors. scores, scale,
     groups, top_groups: attributes of the router in the table of ops. corrected: the router has a
-    correction of its scores; read where this is a choice.
+    correction of its scores; read where this is a choice. by_token: layers whose experts depend on the token alone.
     """
 
     count: int
@@ -88,6 +88,7 @@ class ExpertConfig:
     groups: int = _in_graph(1)
     top_groups: int = _in_graph(1)
     group_scores: str = _in_graph("two_largest")
+    by_token: tuple[int, ...] = _in_graph(())
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,36 @@ class LatentConfig:
     query_dim: int = 0
     interleaved: bool = True
     indexer: IndexerConfig | None = None
+
+
+@dataclass(frozen=True)
+class CompressedConfig:
+    """Attention over the last positions and compressed ones (DeepSeek-V4), with one head whose keys are its values.
+
+    window: the last positions that a row sees. rates: for each layer, how many positions a compressed entry is of; 0:
+    the layer has no entries. overlapping: layers whose entries are of twice as many positions, and of which an indexer
+    selects some. query_dim: features of the queries' latent. rope_dim: the last features of a head, which are rotated.
+    groups, group_dim: the output's heads are projected in so many groups, to so many features each. indexer: None if no
+    layer has one.
+    """
+
+    window: int
+    rates: tuple[int, ...]
+    overlapping: tuple[int, ...]
+    query_dim: int
+    rope_dim: int
+    groups: int
+    group_dim: int
+    indexer: IndexerConfig | None = None
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Hyper-connections over several residual streams: see stream_weights in the table of ops."""
+
+    count: int
+    iterations: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -338,12 +369,14 @@ class ModelConfig:
     mlp_layers: layers that are nothing but an MLP or experts.
     expert_latent: features of the latent vector of a row that routed experts compute; 0 if they compute the row itself.
     latent: sizes of latent attention, which all layers have; None if none has.
+    compressed: sizes of attention over compressed positions, which all layers have; None if none has.
+    streams: residual streams; None if there is one.
     encoder: what encoders have besides layers; None for models that generate.
     labels: the outputs of a classifier, 0 for other models. compared: of a reranker, the ids of the tokens whose logits
     are its output.
     vision: of a vision tower, what it has besides layers. tower: of a model that sees, its vision tower.
     swiglu: alpha and limit of the experts' clamped activation (clamped_silu_mul in the table of ops); None for
-    silu(gate) * up.
+    silu(gate) * up. swiglu_limit: of limited_silu_mul, in all experts; 0 if there is no limit.
     full_heads: heads of layers without a window; None if they are those of the other layers.
     kv_sources: for each layer, the layer whose keys and values it reads; empty if each has its own.
     wide_layers: layers whose MLP has twice the intermediate size.
@@ -377,6 +410,7 @@ class ModelConfig:
     logn: int = _in_graph(0)
     unit_head: bool = _in_graph(False)
     swiglu: tuple[float, float] | None = _in_graph(None)
+    swiglu_limit: float = _in_graph(0.0)
     output_bias: bool = _in_graph(False)
     head_norms: bool = _in_graph(False)
     residual_scale: float = _in_graph(1.0)
@@ -389,6 +423,8 @@ class ModelConfig:
     mlp_layers: tuple[int, ...] = _in_graph(())
     expert_latent: int = _in_graph(0)
     latent: LatentConfig | None = _in_graph(None)
+    compressed: CompressedConfig | None = _in_graph(None)
+    streams: StreamConfig | None = _in_graph(None)
     encoder: EncoderConfig | None = _in_graph(None)
     labels: int = _in_graph(0)
     compared: tuple[int, ...] = _in_graph(())

@@ -17,9 +17,10 @@ from allspark_server.models.ops import op_spec
 #: ops that compute each row, or each of its experts' entries, by itself
 _ROW_BY_ROW = {
     "activate", "add", "all_reduce", "clamp", "clamped_silu_mul", "combine_experts", "concat", "expert_linear",
-    "expert_lora", "gated_rms_norm", "gelu_mul", "gelu_tanh_mul", "head_norm", "layer_norm", "linear", "lora",
-    "multiply", "qk_norm", "qk_square_sums", "relu_square", "rms_norm", "router", "scale", "sigmoid_gate",
-    "sigmoid_mul", "silu_mul", "soft_cap",
+    "expert_lora", "gated_rms_norm", "gelu_mul", "gelu_tanh_mul", "head_norm", "layer_norm",
+    "limited_silu_mul", "linear", "lora", "merge_streams", "mix_streams", "multiply", "qk_norm", "qk_square_sums",
+    "relu_square", "rms_norm", "router", "scale", "sigmoid_gate", "sigmoid_mul", "silu_mul", "soft_cap",
+    "stream_weights",
 }
 
 

@@ -149,6 +149,10 @@ class Device:
         """Bytes of a span of the cache of an op with latent attention."""
         return self._library.latent_span_bytes(span_size, int(op.attrs["latent_dim"]), int(op.attrs["rope_dim"]), dtype)
 
+    def row_span_bytes(self, rows: int, features: int, dtype: str) -> int:
+        """Bytes of so many rows of a cache whose rows are both key and value."""
+        return self._library.latent_span_bytes(rows, features, 0, dtype)
+
     def index_span_bytes(self, span_size: int, dim: int, dtype: str) -> int:
         """Bytes of a span of an indexer's keys, of `dim` features, beside a cache of that type."""
         return self._library.index_span_bytes(span_size, dim, dtype)
@@ -231,10 +235,12 @@ class Cpus(Device):
         """See `Device.activation_bytes`."""
         graph, native = model.graph, self._library
         # Layers with different windows, or heads, have work lists and partial results of their own.
-        kinds = {(op.attrs.get("window", 0), int(op.attrs["head_dim"]), 0) for op in graph.ops
+        kinds = {(op.attrs.get("window", 0), int(op.attrs["head_dim"]), -1) for op in graph.ops
                  if op.type == "span_attention"}
         kinds |= {(0, int(op.attrs["latent_dim"]), int(op.attrs["rope_dim"])) for op in graph.ops
                   if op.type == "latent_attention"}
+        kinds |= {(op.attrs.get("rate", 0), graph.tensors[op.inputs[1]].width_of(model.rank, model.world), 0)
+                  for op in graph.ops if op.type == "compressed_attention"}
         attention = sum(native.attention_bytes(self._threads, model.config.engine_max_length, dim, model.cache_dtype,
                                                rope_dim=rope_dim) for _, dim, rope_dim in kinds)
         prepared = 0
@@ -253,8 +259,9 @@ class Cpus(Device):
         scores = 0
         for op in graph.ops:
             if op.type == "indexer":  # of one layer at a time
-                heads, dim = (graph.tensors[name].width_of(model.rank, model.world) for name in op.inputs[1:])
-                scores = native.indexer_bytes(self._threads, model.config.engine_max_length, heads, dim)
+                width, heads = (graph.tensors[name].width_of(model.rank, model.world) for name in op.inputs[:2])
+                length = model.config.engine_max_length // int(op.attrs.get("rate", 1))
+                scores = max(scores, native.indexer_bytes(self._threads, length, heads, width // heads))
         # Rows prepared for a GEMM, and for attention.
         return (tensor_bytes(model, rows, outputs) + forms * attention + 2 * prepared
                 + lora + kept + scores)
@@ -267,7 +274,9 @@ class Gpu(Device):
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
-    missing_ops: ClassVar[dict[str, str]] = {"pool_rows": "attention in both directions"}
+    missing_ops: ClassVar[dict[str, str]] = {
+        "pool_rows": "attention in both directions", "compressed_attention": "attention over compressed positions",
+        "stream_weights": "several residual streams", "limited_silu_mul": "a limited SwiGLU"}
     classifies = False
     for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
     tower_rate = 2e13

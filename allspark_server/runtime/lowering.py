@@ -19,7 +19,8 @@ def check_ranks(graph: Graph, world: int, experts: bool = False) -> None:
     if graph.config.vision is None and not experts:
         wanted.append(("units of its vocabulary", graph.vocab.units))
     kinds = {"gated_delta": "key heads of layers with a state", "ssd": "groups of heads of layers with a state",
-             "causal_conv": "units of channels of a convolution"}
+             "causal_conv": "units of channels of a convolution",
+             "compressed_attention": "groups of heads of the output projection"}
     splits = [(name, graph.tensors[op.inputs[0]].blocks[0].split) for kind, name in kinds.items() for op in graph.ops
               if op.type == kind]
     wanted += [(name, split.units if split else 1) for name, split in splits]

@@ -154,6 +154,11 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
                                 f"{' or '.join(device.latent_caches)}")
+        if self.cache_dtype not in UNQUANTIZED_DTYPES and any(
+                op.type == "compressed_attention" for op in self.graph.ops):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"a cache of type {self.cache_dtype!r} is not available for attention over compressed "
+                                f"positions: expected {' or '.join(UNQUANTIZED_DTYPES)}")
         if missing := device.missing(self.graph):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{self.graph.config.architecture} is not available on GPUs: its layers have "
@@ -208,13 +213,22 @@ class RankModel:
                     + sum(device.index_span_bytes(self.config.cache_span_size, key.width_of(self.rank, self.world),
                                                   self.cache_dtype) for key in keys))
         rank, layers = self.rank if rank is None else rank, dict[tuple[int, int], int]()  # by cache group and number
+        size = self.config.cache_span_size
         for op in self.graph.ops:
+            place = int(op.attrs.get("cache_group", 0)), int(op.attrs.get("layer", 0))
+            if op.type == "compressed_attention":  # rows are the same on every rank
+                kept = self.graph.tensors[op.inputs[1]].width_of(rank, self.world)
+                layers[place] = device.row_span_bytes(size, kept, self.cache_dtype)
+            elif op.type == "compress":
+                rows, rate = self.graph.tensors[op.inputs[0]].width_of(rank, self.world), int(op.attrs["rate"])
+                own = int(op.attrs["rows_group"]), int(op.attrs["rows_layer"])
+                layers[own] = device.row_span_bytes(size, rows, "float32")
+                entry = self.graph.weights[op.weights[1]].rows_of(rank, self.world)
+                layers[place] = device.row_span_bytes(-(-size // rate), entry, self.cache_dtype)
             blocks = self.graph.tensors[op.inputs[0]].blocks if op.type == "span_attention" else ()
             if len(blocks) > 1:  # not queries that read another layer's keys
                 dim, width = int(op.attrs["head_dim"]), blocks[1].width_of(rank, self.world)
-                place = int(op.attrs.get("cache_group", 0)), int(op.attrs["layer"])
-                layers[place] = width // dim * device.span_bytes(self.config.cache_span_size, dim, self.cache_dtype,
-                                                                 self.graph.whole_texts)
+                layers[place] = width // dim * device.span_bytes(size, dim, self.cache_dtype, self.graph.whole_texts)
         groups = Counter[int]()
         for (group, _), size in layers.items():
             groups[group] += size

@@ -238,6 +238,31 @@ class DenseModules(Renamed):
         return None if dense else self.source.form(name)
 
 
+class DeepseekNames(Renamed):
+    """DeepSeek-V4 with the names of published checkpoints. transformers writes some of its own. Experts of tokens are
+    floats, which hold their numbers exactly.
+    """
+
+    OWN = (("embed_tokens.weight", "embed.weight"), ("lm_head.weight", "head.weight"), ("hc_head.hc_", "hc_head_"))
+    EXPERTS = ".tid2eid"
+
+    def __init__(self, source: Source):
+        found = {}
+        for stored in source.names():
+            name = stored.removeprefix("model.")
+            for written, published in self.OWN:
+                name = published + name[len(written):] if name.startswith(written) else name
+            found[name.replace(".attn.norm.", ".attn.kv_norm.")] = stored
+        super().__init__(source, found)
+
+    def get(self, name: str) -> StoredTensor:
+        """See `Source.get`."""
+        tensor = super().get(name)
+        if not name.endswith(self.EXPERTS) or tensor.dtype not in ("I64", "I32") or tensor.data is None:
+            return tensor
+        return dataclasses.replace(tensor, dtype="F32", data=tensor.data.astype(np.float32))
+
+
 class InterleavedExperts(Changed):
     """A view of gpt-oss's experts with one tensor for each expert.
 
@@ -278,5 +303,6 @@ class InterleavedExperts(Changed):
 #: views of a checkpoint by the name that Architecture.stored_as has
 VIEWS: dict[str, Callable[[Source], Changed]] = {
     "text_part": TextPart, "text_part_with_experts": TextPartWithExperts, "interleaved_experts": InterleavedExperts,
+    "deepseek_names": DeepseekNames,
     "bare_encoder": BareEncoder,
     "prefixed_model": PrefixedModel}

@@ -35,8 +35,10 @@ FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe
             "exaone4", "arcee", "dots1", "hunyuan-moe", "afmoe")
 RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
+COMPRESSED = ("deepseek-v4", "deepseek-v4-wide")  # on CPUs
 GEMMA4 = ("gemma4", "gemma4-moe", "gemma4-small")
-SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *GEMMA4, *RECURRENT, *LATENT)
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *GEMMA4, *RECURRENT, *LATENT,
+               *(() if GPUS else COMPRESSED))
 GROUP = f"client-{len(GPUS) or (1 if EXPERT_RANKS else 2)}"
 if EXPERT_RANKS:
     MODELS, SLOW_MODELS = ("glm4-moe",), ("qwen3-5-moe", "deepseek-v2", "afmoe")
@@ -176,7 +178,8 @@ def test_engine_and_group_of_one_rank(engine_of, model):
         assert run_together(client, name, OTHERS) == first_run(engine_of("engine"), model)
 
 
-# By default, each of FAMILIES, RECURRENT and LATENT goes through one of the tests above; -m slow runs them all.
+# By default, each of FAMILIES, RECURRENT, LATENT and COMPRESSED goes through one of the tests above; -m slow runs them
+# all.
 @pytest.mark.parametrize("name, where, check, fields", [
     ("glm4-moe", GROUP, test_everything_at_once, {}),
     ("minimax-m2", "engine", test_preemption, {}),
@@ -205,8 +208,14 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("deepseek-v3-heads", "engine", test_prefix_cache, {}),
     ("deepseek-v32", GROUP, test_preemption, {}),
     ("glm-moe-dsa", "engine", test_prefix_cache, {}),
+    ("deepseek-v4", GROUP, test_everything_at_once, {}),
+    ("deepseek-v4", "engine", test_prefix_cache, {}),
+    ("deepseek-v4-wide", "engine", test_preemption, {}),
+    ("deepseek-v4-wide", GROUP, test_prefix_cache, {}),
 ])  # fmt: skip
 def test_one_property_of_each_family(engine_of, name, where, check, fields):
     if EXPERT_RANKS and name in ("seed-oss", "hunyuan-biases", "exaone4", "falcon-h1"):
         pytest.skip("a mixed group is for models with routed experts")
+    if GPUS and name in COMPRESSED:
+        pytest.skip("GPUs do not compute attention over compressed positions")
     check(engine_of(where), name, **fields)

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from support.gemma4 import VOCAB
-from support.tiny_configs import CONFIGS, DENSE, EXPERTS, GEMMA4, GPT_OSS, LATENT, RECURRENT, STORED, Spec
+from support.tiny_configs import COMPRESSED, CONFIGS, DENSE, EXPERTS, GEMMA4, GPT_OSS, LATENT, RECURRENT, STORED, Spec
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -59,6 +59,7 @@ _CLASSES = {
     "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
     "deepseek_v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
+    "deepseek_v4": (transformers.DeepseekV4Config, transformers.DeepseekV4ForCausalLM),
     "glm_moe_dsa": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
@@ -91,7 +92,7 @@ def _root() -> Path:
 @functools.cache
 def checkpoint(name: str) -> Path:
     """The directory of a named checkpoint, which is written on first use and removed when the process ends."""
-    spec = (CONFIGS | DENSE | EXPERTS | GEMMA4 | GPT_OSS | RECURRENT | LATENT | STORED)[name]
+    spec = (CONFIGS | DENSE | EXPERTS | GEMMA4 | GPT_OSS | RECURRENT | LATENT | COMPRESSED | STORED)[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
 
@@ -149,6 +150,9 @@ def randomize(model: torch.nn.Module, family: str, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 normal(buffer, 0.2)
+            elif name.endswith("tid2eid"):  # different experts for each token
+                order = torch.rand((len(buffer), model.config.n_routed_experts), generator=generator).argsort(1)
+                buffer.copy_(order[:, :buffer.shape[1]])
             elif name.endswith("layer_scalar"):
                 normal(buffer, 0.2, 0.8)
             elif name.endswith(("_min", "_max")):   # of the values of a layer that is clipped

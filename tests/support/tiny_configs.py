@@ -403,6 +403,35 @@ LATENT = {
 }
 """Latent attention, stored as float32."""
 
+_KINDS = {"s": "sliding_attention", "c": "compressed_sparse_attention", "h": "heavily_compressed_attention"}
+
+
+def _compressed(hidden: int, heads: int, kinds: str, rates: tuple[int, int], routers: str, **more: Any
+                ) -> dict[str, Any]:
+    """kinds, routers: a letter for each layer; routers that look up a token's experts are "h"."""
+    fields = _sizes(hidden, heads, 1, more["moe_intermediate_size"], len(kinds))
+    del fields["intermediate_size"]
+    return {**fields, "layer_types": [_KINDS[kind] for kind in kinds],
+            "compress_rates": {_KINDS["c"]: rates[0], _KINDS["h"]: rates[1]},
+            "mlp_layer_types": [{"h": "hash_moe", "m": "moe"}[kind] for kind in routers], **more}
+
+
+COMPRESSED = {
+    # Entries of all kinds; ranks have 2 and 1 of 3 groups of heads, and slices of experts.
+    "deepseek-v4": Spec("deepseek_v4", _compressed(
+        72, 6, "schch", (4, 10), "hhmmm", head_dim=20, qk_rope_head_dim=8, moe_intermediate_size=176,
+        n_routed_experts=8, num_experts_per_tok=3, q_lora_rank=40, o_groups=3, o_lora_rank=12, sliding_window=19,
+        index_n_heads=19, index_head_dim=24, index_topk=21, hc_mult=4, swiglu_limit=0.8,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32,
+                         "beta_slow": 1})),
+    # Windows, and selected entries, of more than a block; two tiles of heads; entries of a prime number of positions.
+    "deepseek-v4-wide": Spec("deepseek_v4", _compressed(
+        80, 20, "csh", (3, 37), "mhm", head_dim=18, qk_rope_head_dim=6, moe_intermediate_size=37, n_routed_experts=5,
+        num_experts_per_tok=2, q_lora_rank=17, o_groups=5, o_lora_rank=7, sliding_window=150, index_n_heads=12,
+        index_head_dim=37, index_topk=140, hc_mult=3, hc_sinkhorn_iters=3, routed_scaling_factor=2.5)),
+}
+"""Attention over compressed positions, stored as float32."""
+
 GEMMA4 = {name: Spec("gemma4_text", fields) for name, fields in FIELDS.items()}
 
 INDEXED = ("deepseek-v32", "glm-moe-dsa")

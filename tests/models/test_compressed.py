@@ -1,0 +1,223 @@
+"""Attention over compressed positions and residual streams: DeepSeek-V4, against transformers, and the same bits in
+every batch and however a history is cut.
+
+By default only a part runs; -m "slow or not slow" runs all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers.models.deepseek_v4")
+
+from safetensors.torch import load_file, save_file
+
+from allspark_client import AsCacheMode
+from allspark_client.errors import AllSparkError
+from allspark_server import HuggingFaceModel
+from allspark_server.models.cache_groups import MAX_GROUPS, CacheGroup, place_rows
+from allspark_server.models.config import read_config
+from allspark_server.weights.checkpoint import open_model
+from reference.loading import logits_after, model_runner
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
+from support.driver import Driver, together
+from support.greedy import check_greedy_output
+from support.tiny_configs import COMPRESSED
+
+slow = pytest.mark.slow
+RANKS = (1, 2, 3, 4)
+NAMES = tuple(COMPRESSED)
+
+
+# -- against transformers ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_graph_describes_the_model(name):
+    runner = model_runner(checkpoint(name))
+    for length in (1, 7, 90):
+        prompt = prompt_of(length)
+        check_logits(logits_after(runner, prompt), reference_logits(checkpoint(name), prompt))
+
+
+def can_divide(name: str, world: int) -> bool:
+    return COMPRESSED[name].fields["o_groups"] >= world
+
+
+@pytest.mark.parametrize("name, world", [
+    pytest.param(name, world, marks=() if world in (1, 3) else slow) for name in NAMES for world in RANKS
+    if can_divide(name, world)])
+def test_logits(name, world):
+    with Driver(checkpoint(name), world) as driver:
+        for length in PROMPT_LENGTHS:
+            prompt = prompt_of(length)
+            _, logits = driver.generate(prompt, 1)
+            check_logits(logits[0], reference_logits(checkpoint(name), prompt))
+
+
+@pytest.mark.parametrize("name, world", [
+    pytest.param(name, world, marks=() if world == 1 else slow) for name in NAMES for world in RANKS
+    if can_divide(name, world)])
+def test_greedy_output(name, world):
+    """256 tokens; prompts in chunks of 48 rows, then token by token."""
+    with Driver(checkpoint(name), world) as driver:
+        for length in (1, 90):
+            prompt = prompt_of(length, seed=1)
+            check_greedy_output(driver.generate(prompt, 256, chunk=48)[0], checkpoint(name), prompt)
+
+
+def test_more_ranks_than_groups_of_heads_are_refused():
+    with pytest.raises(AllSparkError, match="among 4 ranks: it has 3 groups of heads of the output projection"):
+        Driver(checkpoint("deepseek-v4"), 4)
+
+
+# -- the same bits -----------------------------------------------------------------------------------------------------
+FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
+
+
+@pytest.mark.parametrize("name, form, group", [
+    (name, *form) if (name, form[0]) in (("deepseek-v4", "bfloat16"), ("deepseek-v4-wide", "w8a8"))
+    else pytest.param(name, *form, marks=slow) for name in NAMES for form in FORMATS])
+def test_the_same_bits_alone_and_in_a_batch(name, form, group):
+    prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 270)]
+    fields = {"weight_dtype": form, "weight_group_size": group, "engine_max_batch": 4, "max_step_tokens": 1024}
+    with Driver(checkpoint(name), 1, **fields) as driver:
+        expected = [together(driver, [p], 1 << 20)[0] for p in prompts]
+        for chunk in (1 << 20, 37):
+            for row, wanted in zip(together(driver, prompts, chunk), expected):
+                np.testing.assert_array_equal(row, wanted)
+    with Driver(checkpoint(name), 1, **{**fields, "num_threads": 3}) as driver:
+        for row, wanted in zip(together(driver, prompts, 50), expected):
+            np.testing.assert_array_equal(row, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_history_may_be_cut_at_every_offset(name):
+    """Token by token, and computed again from the beginning, as after a preemption or on another server: at every
+    offset in the positions of an entry and in a span.
+    """
+    with Driver(checkpoint(name), 1) as driver:
+        prompt = prompt_of(60, seed=2)
+        tokens, logits = driver.generate(prompt, 72)
+        for offset in range(72):
+            again = driver.generate([*prompt, *tokens[:offset]], 1, chunk=50)[1][0]
+            np.testing.assert_array_equal(again, logits[offset])
+
+
+@slow
+@pytest.mark.parametrize("form, group, tolerance", [
+    ("bfloat16", 0, 0.15), ("int8", 0, 0.2), ("int4", 32, 1.2), ("w8a8", 0, 0.4), ("w4a8", 32, 1.2)])
+@pytest.mark.parametrize("name", NAMES)
+def test_weight_formats(name, form, group, tolerance):
+    prompt = prompt_of(64)
+    expected = reference_logits(checkpoint(name), prompt)
+    for world in (1,) if group else (1, 2):  # ranks would cut inside groups
+        with Driver(checkpoint(name), world, weight_dtype=form, weight_group_size=group) as driver:
+            _, logits = driver.generate(prompt, 1)
+        assert np.sqrt(np.mean((logits[0] - expected) ** 2)) / expected.std() < tolerance
+
+
+@pytest.mark.parametrize("name, form, group", [
+    (name, form, group) if (name, form) == ("deepseek-v4", "auto") else pytest.param(name, form, group, marks=slow)
+    for name in NAMES for form, group in (("auto", 0), *FORMATS[2:])])
+def test_serialized_and_reloaded(name, form, group, tmp_path):
+    """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
+    source = checkpoint(name)
+    options = {} if form == "auto" else {"enable_quant": True, "customized_quant_config": {
+        "weight_format": "uint4" if "4" in form else "int8", "group_size": group,
+        "compute_method": "activate_quant" if form.startswith("w") else "weight_only"}}
+    HuggingFaceModel(source, "m").serialize_to_path(None, tmp_path, **options)
+    prompt, fields = prompt_of(100), {"weight_dtype": form, "weight_group_size": group}
+    for world in (1,) if group else (1, 2):
+        with Driver(source, world, **fields) as a, Driver(tmp_path / "m.asgraph", world) as b:
+            np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
+
+
+# -- config.json and names, as they are published ----------------------------------------------------------------------
+def test_a_checkpoint_with_the_names_and_fields_of_published_ones(tmp_path):
+    """DeepSeek-V4-Flash has no prefix `model.`, a flat rotary embedding, ratios for kinds of layers, and a draft head,
+    which is not read.
+    """
+    source = checkpoint("deepseek-v4")
+    config = json.loads((source / "config.json").read_text())
+    ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    rope = config.pop("rope_parameters")
+    config["rope_scaling"] = {"type": "yarn", **{name: rope["compress"][name] for name in (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")}}
+    config |= {"compress_ratios": [ratios[kind] for kind in config.pop("layer_types")] + [0], "num_hash_layers": 2,
+               "compress_rate_hca": 10}
+    for name in ("mlp_layer_types", "compress_rates", "partial_rotary_factor"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(source / "generation_config.json", tmp_path)
+    tensors = {"mtp.0.norm.weight": torch.ones(3)}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        name = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.").replace("hc_head.hc_", "hc_head_")
+        tensors[name.replace("embed_tokens.", "embed.")] = tensor
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_config(tmp_path) == read_config(source)
+    prompt = prompt_of(129)
+    with Driver(tmp_path, 1) as driver:
+        check_logits(driver.generate(prompt, 1)[1][0], reference_logits(source, prompt))
+
+
+@pytest.mark.parametrize("fields, problem", [
+    ({"o_groups": 4}, r"'o_groups' .*is 4: it must divide num_attention_heads \(6\)"),
+    ({"index_topk": 0}, "'index_topk' .*is 0"),
+    ({"index_head_dim": 7}, r"'index_head_dim' .*is 7: it must be at least the rotated features \(8\)"),
+    ({"scoring_func": "softmax"}, "'scoring_func' .*is 'softmax': only 'sqrtsoftplus' is served"),
+    ({"n_shared_experts": 2}, "'n_shared_experts' .*is 2: only 1 is served"),
+    ({"attention_bias": True}, "'attention_bias' .*is True: only False is served"),
+    ({"layer_types": ["full_attention"] * 5}, "'layer_types' .*must hold sliding_attention, compressed_"),
+    ({"compress_rates": {"compressed_sparse_attention": 1}}, "'compress_rates' .*has 1 for compressed_"),
+    ({"mlp_layer_types": ["moe"]}, "'mlp_layer_types' .*must hold 'hash_moe' or 'moe' for each of 5 layers"),
+])
+def test_fields_that_are_refused(fields, problem, tmp_path):
+    config = json.loads((checkpoint("deepseek-v4") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **fields}))
+    with pytest.raises(AllSparkError, match=problem):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [AsCacheMode.AsCacheQuantI8, AsCacheMode.AsCacheQuantU4])
+def test_a_quantized_cache_is_refused(mode):
+    with pytest.raises(AllSparkError, match="not available for attention over compressed positions: expected float32 "
+                                            "or bfloat16"):
+        Driver(checkpoint("deepseek-v4"), 1, cache_mode=mode)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+def test_the_cache_groups_of_the_published_shape():
+    """43 layers: two with a window alone, then pairs with entries of 4 and of 128 positions. All that is kept of every
+    position lies in one group, and the others have at most about twice its room.
+    """
+    rows = {(layer, "kept"): (128, 1024) for layer in range(43)}
+    for layer in range(2, 43):
+        rate, parts = (4, 2) if layer % 2 == 0 else (128, 1)
+        for kind, dim in (("compressor", 512), ("indexer", 128))[:parts]:
+            rows[layer, f"{kind} rows"] = parts * rate, 8 * parts * dim
+            rows[layer, kind] = 0, 2 * dim / rate
+    groups, places = place_rows(rows)
+    assert len(groups) <= MAX_GROUPS and len(set(places.values())) == len(rows)
+    assert groups[0] == CacheGroup() and all(group.window in (8, 128) for group in groups[1:])
+    room = dict.fromkeys(range(len(groups)), 0.0)
+    for key, (group, _) in places.items():
+        assert groups[group].window == rows[key][0]
+        room[group] += rows[key][1]
+    assert max(room.values()) < 2.5 * room[0]
+
+
+def test_bytes_of_a_span():
+    """Rows that entries are made of are float32; entries have the cache's type."""
+    config = read_config(checkpoint("deepseek-v4"))
+    graph = open_model(str(checkpoint("deepseek-v4"))).graph
+    assert [group.kind for group in graph.cache_groups] == ["full"] + ["sliding"] * (len(graph.cache_groups) - 1)
+    with Driver(checkpoint("deepseek-v4"), 1) as driver:
+        model = driver.runners[0]._shard
+        layers = [op.attrs for op in graph.ops if op.type == "compress"]
+        assert len(layers) == 6 and {attrs["rate"] for attrs in layers} == {4, 10}
+        size = 32 * 4 * 32 * 5  # of the largest: 160 features of a position, the rows of a compressor that overlaps
+        assert config.compressed.overlapping == (1, 3) and model.span_bytes(driver.runners[0]._device) >= size
