@@ -23,7 +23,7 @@ from allspark_server.tokenizer.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import TOWER, read_graphs
 from allspark_server.weights.common_form import common_form
 from allspark_server.weights.files import read_json, without_collections
-from allspark_server.weights.formats import StoredQuantization, WeightFormat
+from allspark_server.weights.formats import StoredQuantization, WeightFormat, stream_matrices
 from allspark_server.weights.sources import ParamSource, Source, open_weights
 from allspark_server.weights.views import VIEWS, DenseModules, UnitHead, VisionPart
 
@@ -172,9 +172,9 @@ def quantized_graph(graph: Graph, source: Source) -> Graph:
             sizes[form] += graph.weights[name].elements_of(0, 1)
     if not sizes:
         return graph
-    plain = set()
+    plain, always_float = set(), stream_matrices(graph)
     for name, form in formats.items():
-        for part in graph.weights[name].parts if form is None else ():
+        for part in graph.weights[name].parts if form is None and name not in always_float else ():
             with contextlib.suppress(KeyError):  # the loader reports missing tensors
                 plain.add(source.get(part.tensor).dtype)
     unquantized = "bfloat16" if plain == {"BF16"} else "float32"

@@ -168,13 +168,20 @@ def group_of_slice(group_size: int, first: int) -> int:
     return common
 
 
+def stream_matrices(graph: Graph) -> set[str]:
+    """Names of the matrices of the weights of residual streams, which checkpoints store in float32."""
+    logits = {op.inputs[0] for op in graph.ops if op.type == "stream_weights"}
+    return {op.weights[0] for op in graph.ops if op.type == "linear" and op.outputs[0] in logits}
+
+
 def routing_weights(graph: Graph) -> set[str]:
     """Names of the matrices of routers, of gates of shared experts and of the weights of residual streams. They are
     small and stay float32, because a difference in the last bit can route a token to another expert.
     """
-    logits = {op.inputs[0] for op in graph.ops if op.type in ("router", "stream_weights")}
+    logits = {op.inputs[0] for op in graph.ops if op.type == "router"}
     logits |= {op.inputs[1] for op in graph.ops if op.type == "sigmoid_mul"}
-    return {op.weights[0] for op in graph.ops if op.type == "linear" and op.outputs[0] in logits}
+    return stream_matrices(graph) | {
+        op.weights[0] for op in graph.ops if op.type == "linear" and op.outputs[0] in logits}
 
 
 @dataclass(frozen=True)

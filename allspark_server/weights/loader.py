@@ -20,7 +20,7 @@ from allspark_server.models.graph import Graph
 from allspark_server.models.graph_elements import Part, Weight
 from allspark_server.weights.asgraph import to_float32
 from allspark_server.weights.files import without_collections
-from allspark_server.weights.formats import WeightFormat, not_numbers
+from allspark_server.weights.formats import WeightFormat, not_numbers, stream_matrices
 from allspark_server.weights.gpu_forms import mxfp4_rows, recoded, recovered
 from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor, aligned
@@ -105,13 +105,13 @@ def unquantized_type(graph: Graph, source: Source, half: str = "float32") -> str
     devices where float32 is slow (`half` is not "float32" there): matrices that are all float16 get the type `half`,
     and a mixture of float16 and bfloat16 becomes bfloat16, which has the range of both.
     """
-    found = set()
+    found, always_float = set(), stream_matrices(graph)
     for weight in graph.weights.values():
         for part in weight.parts:
             if weight.stored is not None:
                 quantized_tensor(source, weight, part)
             elif (tensor := stored_tensor(source, weight, part)) and weight.is_matrix:
-                found.add(tensor.dtype)
+                found |= set() if weight.name in always_float else {tensor.dtype}
     if graph.quantization:
         return graph.quantization.unquantized
     if found == {"BF16"}:

@@ -7,7 +7,9 @@ By default only a part runs; -m "slow or not slow" runs all.
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers.models.deepseek_v4")
 
+from safetensors.numpy import load_file as load_numpy, save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
 from allspark_client import AsCacheMode
@@ -24,9 +27,10 @@ from allspark_server.models.cache_groups import MAX_GROUPS, CacheGroup, place_ro
 from allspark_server.models.config import read_config
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
-from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits
+from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits, write_checkpoint
 from support.driver import Driver, together
 from support.greedy import check_greedy_output
+from support.quantized_checkpoints import FP4, assert_equal, e4m3_values, pack_pairs, recovered, write_safetensors
 from support.tiny_configs import COMPRESSED
 
 slow = pytest.mark.slow
@@ -162,6 +166,78 @@ def test_a_checkpoint_with_the_names_and_fields_of_published_ones(tmp_path):
     prompt = prompt_of(129)
     with Driver(tmp_path, 1) as driver:
         check_logits(driver.generate(prompt, 1)[1][0], reference_logits(source, prompt))
+
+
+PUBLISHED = replace(COMPRESSED["deepseek-v4"], fields={
+    **COMPRESSED["deepseek-v4"].fields, "hidden_size": 192, "moe_intermediate_size": 160, "q_lora_rank": 160,
+    "o_lora_rank": 64, "head_dim": 64})
+
+
+def published_pair(root):
+    """A random checkpoint as DeepSeek-V4-Flash is published: FP8 in blocks, experts in MXFP4, scales that are powers of
+    two; and its twin with recovered weights.
+    """
+    twin = write_checkpoint(root / "twin", PUBLISHED, seed=3)
+    path, rng, stored = twin / "model.safetensors", np.random.default_rng(3), {}
+    plain = load_numpy(path)
+    values, powers = e4m3_values(), lambda exponents: np.ldexp(np.float32(1), exponents.astype(int) - 127)
+    for name, tensor in list(plain.items()):
+        module = name.removesuffix(".weight")
+        if not re.search(r"\.experts\.\d+\.w|\.shared_experts\.w|\.attn\.w|\.indexer\.wq_b", name):
+            stored[name] = tensor
+            continue
+        n, k = tensor.shape
+        if ".experts." in name and ".shared" not in name:
+            quants, scales = rng.integers(0, 16, (n, k)).astype(np.uint8), rng.integers(118, 123, (n, k // 32))
+            stored[name] = pack_pairs(quants).view(np.int8)
+            plain[name] = np.repeat(powers(scales), 32, 1) * FP4[quants]
+        else:
+            quants = rng.integers(0, 256, (n, k)).astype(np.uint8)
+            quants = np.where((quants & 0x7F) == 0x7F, 0x38, quants).astype(np.uint8)
+            scales = rng.integers(115, 118, (-(-n // 128), -(-k // 128)))
+            stored[name] = "F8_E4M3", quants
+            plain[name] = np.repeat(np.repeat(powers(scales), 128, 0)[:n], 128, 1)[:, :k] * values[quants]
+        stored[f"{module}.scale"] = "F8_E8M0", scales.astype(np.uint8)
+    save_numpy({name: np.ascontiguousarray(tensor) for name, tensor in plain.items()}, path, {"format": "pt"})
+    quantized = root / "quantized"
+    quantized.mkdir()
+    config = json.loads((twin / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps({**config, "expert_dtype": "fp4", "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic"}}))
+    shutil.copy(twin / "generation_config.json", quantized)
+    write_safetensors(quantized / "model.safetensors", stored)
+    return quantized, twin
+
+
+def test_the_formats_of_published_checkpoints(tmp_path):
+    """The weights as they are stored; logits are those of the twin; bits do not depend on chunks."""
+    quantized, twin = published_pair(tmp_path)
+    expected, _ = recovered(twin, 1)
+    for world in (1, 2):
+        found, info = recovered(quantized, world)
+        assert_equal(found, expected)
+    assert info.weight_dtype == "e2m1"
+    prompt = prompt_of(140)
+    with Driver(quantized, 1) as driver:
+        logits = driver.generate(prompt, 1)[1][0]
+        check_logits(logits, reference_logits(twin, prompt))
+        np.testing.assert_array_equal(driver.generate(prompt, 1, chunk=29)[1][0], logits)
+    with Driver(quantized, 2) as driver:
+        check_logits(driver.generate(prompt, 1)[1][0], reference_logits(twin, prompt))
+
+
+@pytest.mark.parametrize("suffix, problem", [
+    (".ffn.experts.1.w2.scale", "holds scales that are NaN"), (".attn.wo_a.scale", "holds scales that are NaN")])
+def test_scales_that_are_no_numbers_are_refused(suffix, problem, tmp_path):
+    quantized, _ = published_pair(tmp_path)
+    file = quantized / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith(suffix))
+    tensors[name].view(torch.uint8)[0, 0] = 255
+    save_file(tensors, file)
+    with pytest.raises(AllSparkError, match=rf"tensor '{name}' in .* {problem}"):
+        Driver(quantized, 1)
 
 
 @pytest.mark.parametrize("fields, problem", [

@@ -11,13 +11,26 @@ import numpy as np
 from allspark_server.models.config import Fields
 from allspark_server.weights.formats import MXFP4_BLOCK as BLOCK, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
+from allspark_server.weights.safetensors import StoredTensor
 from allspark_server.weights.schemes.scheme import need, wrong
 from allspark_server.weights.sources import Source
 from allspark_server.weights.views import InterleavedExperts
 
-_NAN = 255
+FORM = WeightFormat("e2m1", BLOCK, ScaleLayout("bfloat16", "none"))
+NAN = 255  # as a scale (e8m0)
 # The scale of each byte, 2^(byte - 127), as bits of bfloat16. The smallest is subnormal.
-_POWERS = np.maximum(np.arange(256, dtype=np.uint16) << 7, 0x40)
+POWERS = np.maximum(np.arange(256, dtype=np.uint16) << 7, 0x40)
+
+
+def mxfp4_tensor(stored: StoredTensor, quants: np.ndarray, powers: np.ndarray) -> QuantizedTensor:
+    """A matrix of e2m1 values, two in a byte, whose scales are powers of two as bytes (e8m0). stored: names them."""
+    def rows(begin: int, end: int) -> QuantizedRows:
+        return QuantizedRows(quants[begin:end], POWERS[powers[begin:end]])
+
+    def stored_rows(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        return quants[begin:end], powers[begin:end]
+
+    return QuantizedTensor(stored.name, stored.file, rows, mapped=True, mxfp4=stored_rows)
 
 
 class Mxfp4:
@@ -50,7 +63,7 @@ class Mxfp4:
 
     def form(self, module: str) -> WeightFormat:
         """See `Scheme.form`."""
-        return WeightFormat("e2m1", BLOCK, ScaleLayout("bfloat16", "none"))
+        return FORM
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
         """See `Scheme.tensor`."""
@@ -64,13 +77,7 @@ class Mxfp4:
         if scales.shape != whole:
             wrong(scales, f"has shape {list(scales.shape)}: expected {list(whole)}")
         quants, powers = blocks.values[expert, of].reshape(n, k // 2), scales.values[expert, of]
-        if (powers == _NAN).any():
+        if (powers == NAN).any():
             wrong(scales, f"holds scales of expert {expert} that are NaN")
 
-        def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(quants[begin:end], _POWERS[powers[begin:end]])
-
-        def stored_rows(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-            return quants[begin:end], powers[begin:end]
-
-        return QuantizedTensor(blocks.name, blocks.file, rows, mapped=True, mxfp4=stored_rows)
+        return mxfp4_tensor(blocks, quants, powers)

@@ -30,9 +30,8 @@ void softmax_pool(const float* const* values, const float* const* gates, const f
                   int n) {
   int i = 0;
   for (; i + W <= n; i += W)
-    vstore(out + i, pooled(values, gates, bias, rows, [i](const float* p) __attribute__((always_inline)) {
-             return vload(p + i);
-           }));
+    vstore(out + i, pooled(values, gates, bias, rows,
+                           [i](const float* p) __attribute__((always_inline)) { return vload(p + i); }));
   if (i == n) return;
   float rest[W];
   vstore(rest, pooled(values, gates, bias, rows, [i, n](const float* p) {

@@ -31,7 +31,8 @@ class Compress : public BoundOp {
   void begin(const Batch& batch) override {
     completed_.clear();
     for (const Item& item : batch.items)
-      for (int e = item.start / rate_; (e + 1) * rate_ <= item.start + item.count; e++) completed_.push_back({&item, e});
+      for (int e = item.start / rate_; (e + 1) * rate_ <= item.start + item.count; e++)
+        completed_.push_back({&item, e});
   }
 
   void run(const Batch& batch, int thread) override {
