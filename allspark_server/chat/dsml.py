@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2: calls in XML whose marks have the token DSML in them. Each argument says whether it is text.
+"""DeepSeek-V3.2 and V4: calls in XML whose marks have the token DSML in them. Each argument says whether it is text.
 
-The form is that of `encoding/encoding_dsv32.py` in DeepSeek-V3.2's checkpoints, which have no chat template;
-`tokenizer/deepseek_v32.py` renders their prompts.
+The form is that of `encoding/encoding_dsv32.py` and `encoding/encoding_dsv4.py` in their checkpoints, which have no chat
+template; `tokenizer/deepseek_v32.py` and `tokenizer/deepseek_v4.py` render their prompts.
 """
 # ruff: noqa: RUF001
 from __future__ import annotations
@@ -28,19 +28,25 @@ class DsmlParser(XmlParser):
         return (match[1], match[2] == "true") if match else (head, None)
 
 
+class Dsml4Parser(DsmlParser):
+    """Parses answers of DeepSeek-V4, whose blocks have another name."""
+
+    block = (f"<{_DSML}tool_calls>", f"</{_DSML}tool_calls>")
+
+
 class DsmlFormat(XmlFormat):
     """One block for all calls, after a blank line."""
 
     name = "deepseek_v32"
-    parser_class = DsmlParser
+    parser_class: type[DsmlParser] = DsmlParser
     trigger = DsmlParser.block[0]
     markers = (_DSML, "<think>", "</think>")
     architectures = ("deepseekv32", "deepseek_v32")
     key, value_end, pad = '[^<>"]+', DsmlParser.parameter[1], ""
 
     def recognizes(self, template: str) -> bool:
-        """See ChatFormat. DeepSeek-V4's blocks have another name."""
-        return _DSML in template and "function_calls>" in template
+        """See ChatFormat."""
+        return _DSML in template and self.trigger.removeprefix(f"<{_DSML}") in template
 
     def lead(self, literal: Literal) -> str:
         """See ChatFormat."""
@@ -59,3 +65,12 @@ class DsmlFormat(XmlFormat):
         """See TaggedFormat."""
         kind = '("true" | "false")' if text is None else json.dumps("true" if text else "false")
         return rf'{literal(self.parser_class.parameter[0])} {key} "\" string=\"" {kind} "\">"'
+
+
+class Dsml4Format(DsmlFormat):
+    """DeepSeek-V4."""
+
+    name = "deepseek_v4"
+    parser_class = Dsml4Parser
+    trigger = Dsml4Parser.block[0]
+    architectures = ("deepseekv4", "deepseek_v4")

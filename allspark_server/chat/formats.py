@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from .call_lists import GraniteFormat, NemotronFormat, PhiFormat
-from .dsml import DsmlFormat
+from .dsml import Dsml4Format, DsmlFormat
 from .format import FORMATS, ChatFormat
 from .gemma import Gemma4Format, GemmaFormat
 from .glm45 import Glm47Format, GlmFormat
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 FORMATS.update((known.name, known) for known in (
     HermesFormat(), LlamaFormat(), MistralFormat(), GlmFormat(), Glm47Format(), HarmonyFormat(), XmlFormat(),
-    SeedFormat(), MiniMaxFormat(), DsmlFormat(), DeepSeekFormat(), DeepSeek31Format(), KimiFormat(), GraniteFormat(),
+    SeedFormat(), MiniMaxFormat(), DsmlFormat(), Dsml4Format(), DeepSeekFormat(), DeepSeek31Format(), KimiFormat(), GraniteFormat(),
     PhiFormat(), NemotronFormat(), PythonicFormat(), LfmFormat(), OlmoFormat(), GemmaFormat(), Gemma4Format(),
     HunyuanFormat(), ChatFormat()))
 
 # The order in which templates are searched for the formats' signs: a template may have signs of later ones, too.
 _SEARCHED = ("harmony", "glm47", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_coder", "deepseek_v32",
-             "deepseek_v3", "deepseek_v31", "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite", "phi4_mini",
+             "deepseek_v4", "deepseek_v3", "deepseek_v31", "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite", "phi4_mini",
              "nemotron_json", "pythonic", "olmo3", "hunyuan", "hermes", "llama3")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..weights.files import MAX_TOKENIZER_BYTES, read_file, read_json
-from . import deepseek_v32
+from . import deepseek_v4, deepseek_v32
 
 TIKTOKEN, MODEL, JSON = "qwen.tiktoken", "tokenizer.model", "tokenizer.json"
 MAX_TOKENS, MAX_TOKEN = 1 << 24, 1 << 10  # limits of the number and the length of tokens
@@ -142,8 +142,9 @@ def _converted(file: Path) -> dict[str, Any]:
 
 def chat_of(directory: str | Path, vocab: Mapping[str, int]) -> tuple[str, list[int]] | None:
     """The chat template in a checkpoint's code, and ids that end an answer; None if there is none."""
-    if _read(directory, "config.json").get("model_type") == "deepseek_v32":
-        return deepseek_v32.CHAT, []
+    programs = {"deepseek_v32": deepseek_v32.CHAT, "deepseek_v4": deepseek_v4.CHAT}
+    if (program := programs.get(str(_read(directory, "config.json").get("model_type")))) is not None:
+        return program, []
     family = FAMILIES.get(_class_of(directory)) or Family()
     template = family.chat(_read(directory, "generation_config.json"), vocab)
     return None if template is None else (template, [vocab[text] for text in family.stops if text in vocab])

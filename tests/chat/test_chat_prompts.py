@@ -149,6 +149,56 @@ def test_deepseek_v32_chats_as_its_program_says(tmp_path):
     assert Tokenizer.from_dir(tmp_path).apply_chat_template(chat) == "own"
 
 
+def test_deepseek_v4_chats_as_its_program_says(tmp_path):
+    """The texts of encoding/encoding_dsv4.py, written out."""
+    shutil.copy(FABLE / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v4"}')
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "Hello!", "reasoning_content": "thinking..."},
+            {"role": "user", "content": "1+1=?"}]
+    begun = ("S<｜User｜>hello<｜Assistant｜></think>Hello!<｜end▁of▁sentence｜><｜User｜>1+1=?<｜Assistant｜>")
+    start = "<｜begin▁of▁sentence｜>"
+    assert tokenizer.apply_chat_template(chat, thinking=True) == start + begun + "<think>"
+    assert tokenizer.apply_chat_template(chat, enable_thinking=True, reasoning_effort="high") == \
+        start + begun + "<think>"
+    assert tokenizer.apply_chat_template(chat) == start + begun + "</think>"
+    most = tokenizer.apply_chat_template(chat, thinking=True, reasoning_effort="max")
+    head, _, rest = most.partition("Reasoning Effort: Absolute maximum with no shortcuts permitted.\nYou MUST be very ")
+    assert head == start and rest.endswith("no assumption is left unchecked.\n\n" + begun + "<think>")
+
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+    calls = [{"function": {"name": "now", "arguments": {}}},
+             {"function": {"name": "now", "arguments": {"zone": "é\n", "more": [1, None]}}}]
+    chat = [{"role": "user", "content": "When?"},
+            {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls},
+            {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "user", "content": "And?"}]
+    text = tokenizer.apply_chat_template(chat, tools=[tool], thinking=True)
+    head, described, rest = text.partition("## Tools\n\nYou have access to a set of tools to help answer the user's "
+                                           "question. You can invoke tools by writing a \"<｜DSML｜tool_calls>\" block")
+    assert head == start + "\n\n" and described
+    called = ('\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n'
+              '<｜DSML｜parameter name="zone" string="true">é\n</｜DSML｜parameter>\n'
+              '<｜DSML｜parameter name="more" string="false">[1, null]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+              "</｜DSML｜tool_calls><｜end▁of▁sentence｜><｜User｜><tool_result>1</tool_result>\n\n"
+              "<tool_result>2</tool_result>\n\nAnd?<｜Assistant｜>")
+    assert rest.endswith(
+        '### Available Tool Schemas\n\n{"name": "now", "parameters": {"type": "object", "properties": {}}}\n\nYou MUST '
+        "strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+        "<｜User｜>When?<｜Assistant｜><think>Hm.</think>" + called + "<think>")
+    without = tokenizer.apply_chat_template(chat, thinking=True)    # reasoning before the last question is left out
+    assert without == start + "<｜User｜>When?<｜Assistant｜></think>" + called + "<think>"
+    last = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "Now.", "reasoning_content": "So."}],
+                                         thinking=True)
+    assert last.endswith("And?<｜Assistant｜><think>So.</think>Now.<｜end▁of▁sentence｜>")
+    developer = tokenizer.apply_chat_template([{"role": "developer", "content": "D"}, *chat[:1]], thinking=True)
+    assert developer == start + "<｜User｜>When?<｜Assistant｜><think>"
+    assert tokenizer.apply_chat_template([{"role": "developer", "content": "D"}]) == \
+        start + "<｜User｜>D<｜Assistant｜></think>"
+    with pytest.raises(ValueError, match="role=judge is not known; allowed: system, developer, user, assistant, tool"):
+        tokenizer.apply_chat_template([{"role": "judge", "content": "x"}])
+
+
 @pytest.mark.parametrize("template, error", [
     ("{{ 1 }}\n\n{{ raise_exception('no tools here') }}", "refused the messages in line 3: no tools here"),
     ("{{ 1 }}\n{{ messages[0].nothing.more }}", "refused the messages in line 2: .*nothing"),

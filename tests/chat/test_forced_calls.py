@@ -150,27 +150,28 @@ def test_marks_that_are_special_tokens():
         guide.close()
 
 
-def test_a_special_token_within_marks():
-    """DeepSeek-V3.2's marks are plain text around one token, which no text of a lexeme can hold."""
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_a_special_token_within_marks(name):
+    """The marks of DeepSeek-V3.2 and V4 are plain text around one token, which no text of a lexeme can hold."""
     backend = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
     backend.add_special_tokens(["｜DSML｜"])
     tokenizer, guide = Tokenizer(backend, {}, {"default": ""}, "it"), Guide(backend.to_str(), VOCAB, [EOS])
-    form, text = chat_format("deepseek_v32"), CALLS["deepseek_v32"]
+    form, text = chat_format(name), CALLS[name]
     try:
         assert tokenizer.encode(text).count(tokenizer.mark_id("｜DSML｜")) == 6
         stream = tokenizer.detokenizer(form.markers)
         pieces = [stream.push([i]) for i in tokenizer.encode(text)] + [stream.finish()]
-        assert parse("deepseek_v32", pieces) == ("", "", [("now", '{"zone": "UTC"}')])
+        assert parse(name, pieces) == ("", "", [("now", '{"zone": "UTC"}')])
         options = ChatOptions(tools=TOOLS, tool_choice="required")
-        forced = guide.compile(calls_of(tokenizer, "deepseek_v32", options, "Hi"))
+        forced = guide.compile(calls_of(tokenizer, name, options, "Hi"))
         assert takes(forced, tokenizer, text) and not takes(forced, tokenizer, "I look: " + text)
         for seed in range(6):
             stream = tokenizer.detokenizer(form.markers)
             ids = walk(forced.matcher([EOS]), seed, longest=3000)
-            content, reasoning, calls = parse("deepseek_v32", [stream.push(ids) + stream.finish()])
+            content, reasoning, calls = parse(name, [stream.push(ids) + stream.finish()])
             check_calls(calls)
             assert not content and not reasoning
-        free = guide.compile(calls_of(tokenizer, "deepseek_v32", ChatOptions(tools=STRICT), "Hi"))
+        free = guide.compile(calls_of(tokenizer, name, ChatOptions(tools=STRICT), "Hi"))
         for fit in ("It is late, <b>.", "I look:\n\n" + text):
             assert takes(free, tokenizer, fit), fit
         assert not takes(free, tokenizer, "I look:\n\n" + text.replace("UTC", "UTX"))

@@ -107,6 +107,8 @@ def test_the_format_is_the_checkpoints(caplog):
     assert chat_format_of({"default": "<TOOLCALL>["}, "NemotronHForCausalLM") == "nemotron_json"
     assert chat_format_of({"default": "<{{ '｜DSML｜' }}function_calls>"}, "llama") == "deepseek_v32"
     assert chat_format_of({}, "DeepseekV32ForCausalLM") == "deepseek_v32"
+    assert chat_format_of({"default": "<{{ '｜DSML｜' }}tool_calls>"}, "llama") == "deepseek_v4"
+    assert chat_format_of({}, "DeepseekV4ForCausalLM") == "deepseek_v4"
     assert chat_format_of({"default": "<｜tool▁sep｜>"}, "DeepseekV32ForCausalLM") == "deepseek_v31"  # V3.2-Exp's
     assert chat_format_of({"default": "'<tool_calls><tool_call>'"}, "llama") == "hunyuan"
     assert chat_format_of({"default": "<tool_calls>[{\"name\""}, "llama") == "hunyuan"

@@ -11,7 +11,7 @@ from support.http_helpers import http_server_for
 from support.shown_calls import SHOWN
 from support.tool_calls import TIME, check_calls
 
-NAMES = ("qwen3_coder", "nemotron_json", "deepseek_v32", "hunyuan", "olmo3", "glm47")
+NAMES = ("qwen3_coder", "nemotron_json", "deepseek_v32", "deepseek_v4", "hunyuan", "olmo3", "glm47")
 
 
 @pytest.fixture(scope="module")

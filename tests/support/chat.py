@@ -53,6 +53,8 @@ CALLS = {
                '{"zone": "UTC"}<|tool_call_end|><|tool_calls_section_end|>',
     "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="zone" '
                     'string="false">"UTC"</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="zone" '
+                   'string="false">"UTC"</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
     "granite": '<|tool_call|>[{"name": "now", "arguments": {"zone": "UTC"}}]',
     "phi4_mini": '<|tool_call|>[{"name": "now", "arguments": {"zone": "UTC"}}]<|/tool_call|>',
     "nemotron_json": '<TOOLCALL>[{"name": "now", "arguments": {"zone": "UTC"}}]</TOOLCALL>',

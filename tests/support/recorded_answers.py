@@ -100,7 +100,8 @@ RECORDED = [
     ("harmony", "<|channel|>final<|message|>It is 12", "It is 12", "", []),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", "", "Hm.", []),
     ("harmony", "Just text, < of no message.", "Just text, < of no message.", "", []),
-    *(("deepseek_v32", text.replace("DSML:", "｜DSML｜"), content.replace("DSML:", "｜DSML｜"), *rest)
+    *((name, *(part.replace("DSML:", "｜DSML｜").replace("function_calls", block) for part in (text, content)), *rest)
+      for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
       for text, content, *rest in (
           ('<think>Both.</think>I look.\n\n<DSML:function_calls>\n<DSML:invoke name="get_weather">\n<DSML:parameter '
            'name="city" string="true">Berlin</DSML:parameter>\n<DSML:parameter name="days" string="false">2'

@@ -1,7 +1,7 @@
 """The parts of the families' published templates that show calls, by chat format; qwen3_coder's is of Nemotron 3."""
 from __future__ import annotations
 
-from allspark_server.tokenizer import deepseek_v32
+from allspark_server.tokenizer import deepseek_v4, deepseek_v32
 
 SHOWN = {
     "qwen3_coder":
@@ -40,6 +40,7 @@ SHOWN = {
         "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}"
         "</arg_value>\n{% endfor %}\n</tool_call>{% endfor %}{%- endfor -%}",
     "deepseek_v32": deepseek_v32.CHAT,
+    "deepseek_v4": deepseek_v4.CHAT,
     "deepseek_v31":
         "{%- for message in messages -%}{%- for tool in message['tool_calls'] -%}{%- if loop.first -%}"
         "{{- message['content'] + '<｜tool▁calls▁begin｜>' }}{%- endif -%}{{- '<｜tool▁call▁begin｜>' + "
