@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 and V4: calls in XML whose marks have the token DSML in them. Each argument says whether it is text.
 
-The form is that of `encoding/encoding_dsv32.py` and `encoding/encoding_dsv4.py` in their checkpoints, which have no chat
-template; `tokenizer/deepseek_v32.py` and `tokenizer/deepseek_v4.py` render their prompts.
+The form is that of `encoding/encoding_dsv32.py` and `encoding/encoding_dsv4.py` in their checkpoints, which have no
+chat template; `tokenizer/deepseek_v32.py` and `tokenizer/deepseek_v4.py` render their prompts.
 """
 # ruff: noqa: RUF001
 from __future__ import annotations

@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 FORMATS.update((known.name, known) for known in (
     HermesFormat(), LlamaFormat(), MistralFormat(), GlmFormat(), Glm47Format(), HarmonyFormat(), XmlFormat(),
-    SeedFormat(), MiniMaxFormat(), DsmlFormat(), Dsml4Format(), DeepSeekFormat(), DeepSeek31Format(), KimiFormat(), GraniteFormat(),
-    PhiFormat(), NemotronFormat(), PythonicFormat(), LfmFormat(), OlmoFormat(), GemmaFormat(), Gemma4Format(),
-    HunyuanFormat(), ChatFormat()))
+    SeedFormat(), MiniMaxFormat(), DsmlFormat(), Dsml4Format(), DeepSeekFormat(), DeepSeek31Format(), KimiFormat(),
+    GraniteFormat(), PhiFormat(), NemotronFormat(), PythonicFormat(), LfmFormat(), OlmoFormat(), GemmaFormat(),
+    Gemma4Format(), HunyuanFormat(), ChatFormat()))
 
 # The order in which templates are searched for the formats' signs: a template may have signs of later ones, too.
 _SEARCHED = ("harmony", "glm47", "glm45", "mistral", "minimax_m2", "seed_oss", "qwen3_coder", "deepseek_v32",
-             "deepseek_v4", "deepseek_v3", "deepseek_v31", "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite", "phi4_mini",
-             "nemotron_json", "pythonic", "olmo3", "hunyuan", "hermes", "llama3")
+             "deepseek_v4", "deepseek_v3", "deepseek_v31", "kimi_k2", "lfm2", "functiongemma", "gemma4", "granite",
+             "phi4_mini", "nemotron_json", "pythonic", "olmo3", "hunyuan", "hermes", "llama3")
 
 
 def has_unknown_calls(templates: Mapping[str, str]) -> bool:

@@ -1,6 +1,6 @@
-"""DeepSeek-V4's chat template. Its checkpoints have a Python program instead, `encoding/encoding_dsv4.py`, which is never
-run. The template gives the text that the program gives if the tools are in its first message, of the system, and results
-of tools come in the order of their calls.
+"""DeepSeek-V4's chat template. Its checkpoints have a Python program instead, `encoding/encoding_dsv4.py`, which is
+never run. The template gives the text that the program gives if the tools are in its first message, of the system, and
+results of tools come in the order of their calls.
 
 `thinking` (or `enable_thinking`): the answer begins with reasoning; `reasoning_effort` "max": with as much as possible.
 Reasoning before the last message of the user is shown again only if there are tools.

@@ -174,11 +174,12 @@ def test_deepseek_v4_chats_as_its_program_says(tmp_path):
             {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls},
             {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "user", "content": "And?"}]
     text = tokenizer.apply_chat_template(chat, tools=[tool], thinking=True)
-    head, described, rest = text.partition("## Tools\n\nYou have access to a set of tools to help answer the user's "
-                                           "question. You can invoke tools by writing a \"<｜DSML｜tool_calls>\" block")
+    head, described, rest = text.partition(
+        "## Tools\n\nYou have access to a set of tools to help answer the user's question. You can invoke tools by "
+        'writing a "<｜DSML｜tool_calls>" block')
     assert head == start + "\n\n" and described
-    called = ('\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n'
-              '<｜DSML｜parameter name="zone" string="true">é\n</｜DSML｜parameter>\n'
+    called = ('\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n<｜DSML｜invoke '
+              'name="now">\n<｜DSML｜parameter name="zone" string="true">é\n</｜DSML｜parameter>\n'
               '<｜DSML｜parameter name="more" string="false">[1, null]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
               "</｜DSML｜tool_calls><｜end▁of▁sentence｜><｜User｜><tool_result>1</tool_result>\n\n"
               "<tool_result>2</tool_result>\n\nAnd?<｜Assistant｜>")
