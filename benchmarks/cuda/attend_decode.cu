@@ -163,8 +163,7 @@ void check(int seed) {
   AS_DTYPE16::attend_decode(a, choice_of(a, queue).decode, tiles, count, splits > 1 ? 2 : 1, queue);
   a.out.values = results[2], AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, others, count, nullptr, queue);
   a.out.values = results[3];
-  if (type == CacheType::dtype16) attend_prefill_mma(a, others, count, queue);
-  else AS_DTYPE16::attend_prefill(a, choice_of(a, queue).prefill, others, count, nullptr, queue);
+  attend_prefill_mma(a, others, count, queue);
   CHECK(cudaDeviceSynchronize());
   for (int i = 0; i < 3; i++) differ<<<ceil_div(out, 256), 256>>>(results[i], results[3], out, counters + i);
   CHECK(cudaMemcpy(found, counters, 24, cudaMemcpyDeviceToHost));

@@ -1,7 +1,8 @@
 // Prefill attention (native/cuda/kernels/attention/attention_prefill_wgmma.cu and attention_prefill_wide.cu) at the
 // shape of Qwen2.5-7B, Qwen2.5-0.5B, Qwen3.6-35B-A3B or gpt-oss: its bits against the mma.sync kernel's, and the time
 // of both. `./attend_prefill [small] [1x8192 ...] [wide] [1x8192 ...]`: sequences x rows, without earlier context;
-// `small` selects 0.5B, `wide` 35B-A3B and `oss` gpt-oss for the arguments after it, windowW and sinks what they say.
+// `small` selects 0.5B, `wide` 35B-A3B and `oss` gpt-oss for the arguments after it; windowW, sinks and float8 (the
+// cache) do what they say.
 // nvcc -O3 -std=c++17 -I../../native -gencode arch=compute_90a,code=sm_90a attend_prefill.cu
 //   ../../native/cuda/kernels/attention/attention_prefill_{mma,wide}.cu -o attend
 #include <cmath>
@@ -23,11 +24,11 @@ __device__ float noise(uint64_t i) {  // about normal
   i = (i + 1) * 0x9E3779B97F4A7C15ull, i ^= i >> 29, i *= 0xBF58476D1CE4E5B9ull, i ^= i >> 32;
   return ((int)(i & 0xffff) + (int)(i >> 16 & 0xffff) + (int)(i >> 32 & 0xffff) + (int)(i >> 48) - 131070) * 2.6e-5f;
 }
-__global__ void fill(float* x, uint16_t* y, size_t count, uint64_t seed) {
+__global__ void fill(float* x, uint16_t* y, bool float8, size_t count, uint64_t seed) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
   if (i >= count) return;
   if (x) x[i] = noise(i + seed);
-  else y[i] = to_dtype16(noise(i + seed));
+  else y[i] = float8 ? two_e4m3(noise(2 * i + seed), noise(2 * i + 1 + seed)) : to_dtype16(noise(i + seed));
 }
 __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* n) {
   const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
@@ -38,6 +39,7 @@ int main(int argc, char** argv) {
   constexpr int kSpan = 32;
   int heads = 28, kv_heads = 4, dim = 128, width = (heads + 2 * kv_heads) * dim, window = 0;
   bool sinks = false;
+  CacheType type = CacheType::dtype16;
   const Queue queue{nullptr, 90};
   for (int c = 1; c < argc; c++) {
     if (!strcmp(argv[c], "small")) {
@@ -57,11 +59,15 @@ int main(int argc, char** argv) {
       sinks = true;
       continue;
     }
+    if (!strcmp(argv[c], "float8")) {
+      type = CacheType::float8;
+      continue;
+    }
     int sequences = 1, length = 1;
     sscanf(argv[c], "%dx%d", &sequences, &length);
     const int rows = sequences * length, spans = (length + kSpan - 1) / kSpan;
     Attention a;
-    a.cache = {nullptr, CacheType::dtype16, kSpan, kv_heads, dim, dim};
+    a.cache = {nullptr, type, kSpan, kv_heads, dim, dim};
     a.group = heads / kv_heads, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width, a.window = window;
     const size_t cache = a.cache.span_bytes() * spans * sequences, out = tiles_bytes(rows, heads * dim);
     float* qkv;
@@ -71,8 +77,8 @@ int main(int argc, char** argv) {
     unsigned long long *counter, found;
     CHECK(cudaMalloc(&qkv, (size_t)rows * width * 4)), CHECK(cudaMalloc(&data, cache));
     CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
-    fill<<<ceil_div((size_t)rows * width, 256), 256>>>(qkv, nullptr, (size_t)rows * width, 1);
-    fill<<<ceil_div(cache / 2, 256), 256>>>(nullptr, data, cache / 2, 2);
+    fill<<<ceil_div((size_t)rows * width, 256), 256>>>(qkv, nullptr, false, (size_t)rows * width, 1);
+    fill<<<ceil_div(cache / 2, 256), 256>>>(nullptr, data, type == CacheType::float8, cache / 2, 2);
     std::vector<AttentionTile> tiles;
     std::vector<int> table;
     for (int s = 0; s < sequences; s++) {

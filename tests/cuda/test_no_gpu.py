@@ -351,6 +351,8 @@ def test_which_kernels_serve_experts_and_attention():
         (97 * 128 - 1, "prefill, tiles of 64"), (None, "prefill, tiles of 128")]
     assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7)) == ["mma, stores", "wgmma"]
     assert kernels(cuda.attention_kernels(hopper, "bfloat16", 256, 8)) == ["mma, stores", "wgmma"]
+    assert kernels(cuda.attention_kernels(hopper, "float8", 128, 7)) == ["mma, stores", "wgmma"]
+    assert kernels(cuda.attention_kernels(hopper, "float8", 256, 8)) == ["mma, stores", "mma"]
     assert kernels(cuda.attention_kernels(hopper, "int8", 256, 8))[1] == "mma"
     assert kernels(cuda.attention_kernels(hopper, "bfloat16", 128, 7, biased=True)) == ["mma, stores", "mma"]
     assert kernels(cuda.attention_kernels(ampere, "int8", 96, 4)) == ["mma, stores", "mma"]

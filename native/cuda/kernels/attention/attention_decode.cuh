@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
     return;
   }
   if (warp >= kConsumers) {
-    if constexpr (kBulk) copy_boxes<kDim, kLean>(a, boxes.map, splits, own, full, empty, ring, stages);
+    if constexpr (kBulk) copy_boxes<kDim, kType, kLean>(a, boxes.map, splits, own, full, empty, ring, stages);
     else copy_splits<kDim, kType, producers(kPairs, false), kLean>(a, splits, own, full, empty, ring, stages);
     return;
   }
@@ -159,7 +159,9 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
   if (part.blocks > 1) merge_part<kDim>(a, part, shared, ring, stages * S::kTensor / kConsumers);
 }
 
-constexpr int kPairedDim = 64;  // most features of heads of which two CTAs with several KV splits run on an SM
+// Whether two CTAs with several KV splits run on an SM: each has registers and memory for few bytes of a position only.
+template <typename Shape>
+constexpr bool kPaired = Shape::kBytes <= 128;
 
 template <int kDim, CacheType kType, bool kBulk>
 void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
@@ -169,7 +171,7 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
   const auto fixed = [&](bool ahead) { return fixed_bytes<S>(ahead) + (ahead ? 4 : 2) * rows * S::kRow; };
   const int there = sm_count(), half = (max_shared() + kReserved) / 2 - kReserved;
   Boxes<kBulk> boxes;
-  if constexpr (kBulk) boxes.map = boxes_of<kDim>(a.cache);
+  if constexpr (kBulk) boxes.map = boxes_of<kDim, kType>(a.cache);
   const auto launch = [&](auto kernel, int threads, int blocks, int stages, bool ahead = false) {
     const int bytes = fixed(ahead) + stages * S::kTensor;
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
@@ -184,7 +186,7 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
     if (stages >= kBlocks && !several && all > there)
       return launch(attend_decode_kernel<kDim, kType, true, true, kBulk>, threads(true, true, kBulk), 2 * there,
                     stages);
-    if constexpr (kDim <= kPairedDim)  // with fewer tiles CTAs have few KV splits each, which are merged
+    if constexpr (kPaired<S>)  // with fewer tiles CTAs have few KV splits each, which are merged
       if (more >= kBlocks && several && count * a.cache.kv_heads > there)
         return launch(attend_decode_kernel<kDim, kType, false, true, kBulk>, threads(false, true, kBulk), 2 * there,
                       more, kAhead);

@@ -8,17 +8,19 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
-// Whether the copy engine can copy a layer's keys and values: in rows of 64, 128, 192 or 256 features of 16 bits.
+// Whether the copy engine can copy a layer's keys and values: in rows of one to four planes of 128 bytes, without scales.
 template <int kDim, CacheType kType>
-constexpr bool kHasBoxes = kType == CacheType::dtype16 && kDim % 64 == 0;
+constexpr bool kHasBoxes = (kType == CacheType::dtype16 && kDim % 64 == 0) ||
+                           (kType == CacheType::float8 && kDim % 128 == 0);
 
 // Layout of the keys or values of 64 positions in shared memory, with the types of the cache. Copying warps write rows
-// with padding between them. The copy engine writes boxes of 16 rows (kBulk), plane after plane of 64 features, and
+// with padding between them. The copy engine writes boxes of 16 rows (kBulk), plane after plane of 128 bytes, and
 // permutes the eight chunks of 16 bytes of a row of a plane by its number (CU_TENSOR_MAP_SWIZZLE_128B). Both avoid bank
-// conflicts.
+// conflicts. kPacked: the copy engine's rows of 8-bit values, which ldmatrix loads as pairs.
 template <int kDim, CacheType kType, bool kBulk>
 struct Shape {
   static constexpr bool kQuants = kType != CacheType::dtype16, kScaled = kQuants && kType != CacheType::float8;
+  static constexpr bool kPacked = kQuants && kBulk;
   static constexpr int kBits = kType == CacheType::dtype16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
   static constexpr int kBytes = kDim * kBits / 8, kRow = kBulk ? kBytes : kBytes + 16;  // of a position
   static constexpr int kScales = kTokens * kRow;  // offset of the scales; minimums follow
@@ -32,6 +34,11 @@ struct Shape {
   }
   __device__ static uint32_t chunk_at(uint32_t row, int chunk) {
     return kBulk ? (row ^ chunk % 8 * 16) + chunk / 8 * kPlane : row + chunk * 16;
+  }
+  // The place of a feature of a query. ldmatrix gives a thread four adjacent features of packed keys, which become its
+  // two operands of a product of 16 features; so queries have the same order. A product's sum does not depend on it.
+  __device__ static int query_at(int feature) {
+    return kPacked ? (feature & ~15) + feature % 16 / 4 * 2 + feature % 2 + feature % 4 / 2 * 8 : feature;
   }
 };
 
@@ -107,8 +114,8 @@ __device__ void copy_splits(const Attention& a, KvSplits splits, bool own, uint3
   commit_copies(), wait_copies<0>();
 }
 
-// Spans of keys and values as the copy engine sees them: features of a plane, rows of a span, planes, spans.
-template <int kDim>
+// Spans of keys and values as the copy engine sees them: 16-bit words of a plane, rows of a span, planes, spans.
+template <int kDim, CacheType kType>
 CUtensorMap boxes_of(const LayerCache& cache) {
   static const auto encode = [] {
     void* function = nullptr;
@@ -119,11 +126,12 @@ CUtensorMap boxes_of(const LayerCache& cache) {
     if (!function) throw std::runtime_error("the NVIDIA driver has no cuTensorMapEncodeTiled: update it");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  using S = Shape<kDim, CacheType::dtype16, true>;
+  using S = Shape<kDim, kType, true>;
+  constexpr int kPlanes = S::kBytes / 128;
   constexpr int kMostSpans = 1 << 30;  // spans are in the cache wherever tables say so
-  const cuuint64_t sizes[] = {64, (cuuint64_t)2 * cache.span_size * cache.kv_heads, kDim / 64, kMostSpans};
+  const cuuint64_t sizes[] = {64, (cuuint64_t)2 * cache.span_size * cache.kv_heads, kPlanes, kMostSpans};
   const cuuint64_t strides[] = {S::kBytes, 128, cache.stride};
-  const cuuint32_t box[] = {64, S::kBoxRows, kDim / 64, 1}, steps[] = {1, 1, 1, 1};
+  const cuuint32_t box[] = {64, S::kBoxRows, kPlanes, 1}, steps[] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, cache.data, sizes, strides, box, steps,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -136,11 +144,11 @@ CUtensorMap boxes_of(const LayerCache& cache) {
 // The part of the one copying warp if the copy engine copies whole boxes. The warp itself copies the rows of a box that
 // reaches beyond the positions in the cache, and writes zeros for the others: what a span holds there may be NaN, whose
 // product with a weight of zero is none.
-template <int kDim, bool kLean>
+template <int kDim, CacheType kType, bool kLean>
 __device__ void copy_boxes(const Attention& a, const CUtensorMap& map, KvSplits splits, bool own, uint32_t full,
                            uint32_t empty, uint32_t ring, int stages) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Shape<kDim, CacheType::dtype16, true>;
+  using S = Shape<kDim, kType, true>;
   constexpr int kBoxes = kTokens / S::kBoxRows, kChunks = S::kBytes / 16;
   const int lane = threadIdx.x % 32;
   const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;

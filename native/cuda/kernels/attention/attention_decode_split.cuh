@@ -97,7 +97,23 @@ class Attender {
     if (block < extent.blocks) {
       const PipelineStage own_place = place.after(block, stages_);
       const uint32_t stage = ring_ + own_place.stage * S::kTensor;
-      if constexpr (S::kQuants) {
+      if constexpr (S::kPacked) {
+        const int token = first + lane_, at = extent.begin + block * kTokens + token;
+        uint32_t from = stage + S::row_at(token);
+        if (has_own && is_own(at)) from = keys + S::row_at(at - extent.start);
+        wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
+#pragma unroll(kUnrolled)
+        for (int s = 0; s < kSteps; s++) {
+          uint32_t query[4], k[4];
+          load_query(query, s);
+          load_cores(k, S::chunk_at(from, s));
+#pragma unroll
+          for (int t = 0; t < 4; t++) {
+            const float4 x = four_from_e4m3(k[t]);
+            multiply_add(scores[t], query, to_dtype16x2(x.x, x.y), to_dtype16x2(x.z, x.w));
+          }
+        }
+      } else if constexpr (S::kQuants) {
         wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
         uint32_t from[4];
         float scale[4] = {}, minimum[4] = {};
@@ -234,7 +250,7 @@ class Attender {
     }
     place.advance(extent.blocks, stages_);
     // The weights of 16 positions, and 32 positions of some values, of a block.
-    uint32_t weights[4][4], loaded[2][kOwn][4];
+    uint32_t weights[4][4], loaded[2][kOwnChunks][4];
     const auto load_weights = [&](int b, int s) {
       const uint2* from = all_weights + (b * 4 + s) * 32 + lane_;
       const uint2 low = from[0], high = both_ ? from[kHalf] : uint2{};
@@ -242,10 +258,10 @@ class Attender {
     };
     const auto load_values = [&](int b, int j, const PipelineStage& from) {
       const int at = extent.begin + b * kTokens + j * 32 + lane_;
-      uint32_t row = ring_ + from.stage * S::kTensor + j * 32 * S::kRow + S::chunk_at(S::row_at(lane_), warp_ * kOwn);
-      if (has_own && is_own(at)) row = S::chunk_at(values + S::row_at(at - extent.start), warp_ * kOwn);
+      uint32_t row = ring_ + from.stage * S::kTensor + j * 32 * S::kRow + S::chunk_at(S::row_at(lane_), warp_ * kOwnChunks);
+      if (has_own && is_own(at)) row = S::chunk_at(values + S::row_at(at - extent.start), warp_ * kOwnChunks);
 #pragma unroll
-      for (int v = 0; v < kOwn; v++) load_cores_transposed(loaded[j][v], S::chunk_at(row, v));
+      for (int c = 0; c < kOwnChunks; c++) load_cores_transposed(loaded[j][c], S::chunk_at(row, c));
     };
     float left[2] = {};  // factors that rescale sums before a block
     const auto load_left = [&](int b) {
@@ -253,7 +269,7 @@ class Attender {
       if (both_) left[1] = shared_.shrunk[b][lane_ / 4 + 8];
     };
     // While a block is multiplied, the next one is loaded to the registers that become free.
-    constexpr bool kOverlaps = !kShort && !S::kQuants;
+    constexpr bool kLoads = !S::kQuants || S::kPacked, kOverlaps = !kShort && kLoads;
 #pragma unroll(kShort ? 1 : kBlocks)
     for (int b = 0; b < kBlocks; b++) {
       if (b >= extent.blocks) break;
@@ -273,10 +289,10 @@ class Attender {
 #pragma unroll
         for (int s = 0; s < 4; s++) load_weights(b, s);
         wait_barrier(full_ + 8 * place.stage, place.parity);
-        if (!S::kQuants && has_features()) load_values(b, 0, place), load_values(b, 1, place);
+        if (kLoads && has_features()) load_values(b, 0, place), load_values(b, 1, place);
       }
       if (!has_features()) {
-      } else if constexpr (S::kQuants) {
+      } else if constexpr (!kLoads) {
         const uint32_t stage = ring_ + place.stage * S::kTensor;
         const int begin = extent.begin + b * kTokens;
         // A thread loads kOwn adjacent features of four positions. Its feature v is a column of product v, so each
@@ -310,8 +326,8 @@ class Attender {
 #pragma unroll
           for (int s = 0; s < 2; s++)
 #pragma unroll
-            for (int v = 0; v < kOwn; v++)  // products in a row do not wait for each other
-              multiply_add(out_[v], weights[2 * j + s], loaded[j][v][2 * s], loaded[j][v][2 * s + 1]);
+            for (int c = 0; c < kOwnChunks; c++)  // products in a row do not wait for each other
+              multiply_values(c, weights[2 * j + s], loaded[j][c][2 * s], loaded[j][c][2 * s + 1]);
           if (more) load_weights(b + 1, 2 * j), load_weights(b + 1, 2 * j + 1), load_values(b + 1, j, next);
         }
       }
@@ -364,7 +380,8 @@ class Attender {
   using S = Shape<kDim, kType, kBulk>;
   // kSteps: products of 16 features for the scores. kOwn: a warp's products of eight features for the values.
   static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
-  static_assert(kEights % kOwn == 0);
+  static constexpr int kOwnChunks = S::kPacked ? kOwn / 2 : kOwn;  // of 16 bytes
+  static_assert(kEights % kOwn == 0 && (!S::kPacked || kOwn % 2 == 0));
   static constexpr bool kShort = is_short(kDim, kPairs);
   static constexpr int kUnrolled = is_large(kDim) ? 4 : kSteps;  // steps of the scores
   using Values = float[kOwn][4];
@@ -372,6 +389,16 @@ class Attender {
   // Loads 16 features of all pairs as the first operand of mma.sync.
   __device__ void load_query(uint32_t (&query)[4], int step) const {
     load_cores(query, shared_address(memory_.queries + (lane_ % 16) * S::kStride + step * 16 + lane_ / 16 * 8));
+  }
+  // Adds 16 positions of one of the warp's chunks of values, of which a thread has two words.
+  __device__ void multiply_values(int chunk, const uint32_t (&weights)[4], uint32_t low, uint32_t high) {
+    if constexpr (S::kPacked) {  // a word: two adjacent features of a position, then of the next one
+      const float4 x = four_from_e4m3(low), y = four_from_e4m3(high);
+      multiply_add(out_[2 * chunk], weights, to_dtype16x2(x.x, x.z), to_dtype16x2(y.x, y.z));
+      multiply_add(out_[2 * chunk + 1], weights, to_dtype16x2(x.y, x.w), to_dtype16x2(y.y, y.w));
+    } else {
+      multiply_add(out_[chunk], weights, low, high);
+    }
   }
   __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
 
@@ -382,16 +409,17 @@ class Attender {
       for (int i = 0; i < 4; i++) values[v][i] = 0;
   }
   // Visits a thread's features of a pair in order, two at a time. Adjacent features are adjacent columns of a product,
-  // or, in quantized caches, the same column of successive products (attend()).
+  // or, in quantized caches, the same column of successive products (attend()); of packed ones, of two products.
   template <typename Each>
   __device__ void each_two(const Values& values, int h, Each each) const {
+    constexpr int kTogether = S::kPacked ? 2 : S::kQuants ? kOwn : 1;  // products
     const auto value = [&](int i) {
-      return S::kQuants ? values[i % kOwn][2 * h + i / kOwn] : values[i / 2][2 * h + i % 2];
+      return values[i / (2 * kTogether) * kTogether + i % kTogether][2 * h + i / kTogether % 2];
     };
 #pragma unroll
     for (int i = 0; i < 2 * kOwn; i += 2)
-      each(warp_ * kOwn * 8 + (S::kQuants ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2), value(i),
-           value(i + 1));
+      each(warp_ * kOwn * 8 + i / (2 * kTogether) * kTogether * 8 + lane_ % 4 * 2 * kTogether + i % (2 * kTogether),
+           value(i), value(i + 1));
   }
   __device__ void write(const KvSplits& splits, const Values& values, const float (&most)[2],
                         const float (&all)[2]) const {

@@ -1,13 +1,14 @@
-// Prefill attention over 16-bit caches by wgmma (after Shah et al., "FlashAttention-3", 2024). Two warpgroups have 64
+// Prefill attention over caches of 16 bits and of float8 by wgmma (after Shah et al., "FlashAttention-3", 2024). Two warpgroups have 64
 // pairs each. While one computes softmax weights, its previous product with the values and the products of the other
 // warpgroup continue. A third warpgroup copies keys and values to shared memory, 64 positions at a time, several stages
-// ahead and into the next tile, as CTAs are persistent. Algorithm and bits are those of attention_prefill_mma.cu:
+// ahead and into the next tile, as CTAs are persistent; values of float8 it widens, which is exact. Algorithm and bits are those of attention_prefill_mma.cu:
 // products add in the same order, and a thread has the same values.
 #include <algorithm>
 
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
 #include "cuda/kernels/attention/attention_wgmma.cuh"
 #include "cuda/kernels/common/pipeline.cuh"
+#include "cuda/kernels/quantize/quantized.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -15,20 +16,24 @@ namespace prefill {
 namespace {
 
 constexpr int kGroups = kPrefillPairs / kBlock;  // computing warpgroups, kBlock pairs each
-constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
+constexpr int kThreads = 128 * (1 + kGroups);
 
 // Keys of 64 positions are stored as consecutive blocks of 64 features (tiles.h). So are values and queries.
-template <int kDim>
+template <int kDim, CacheType kType>
 struct Shape {
+  static constexpr bool kWidens = kType == CacheType::float8;
   static constexpr int kBlocks = kDim / kBlock, kTensorBytes = kBlocks * kBlockBytes, kStageBytes = 2 * kTensorBytes;
-  static constexpr int kShared = kGroups * kTensorBytes + kStages * kStageBytes;
+  // Blocks of 64 positions as they are in the cache: one that is widened, and those on their way.
+  static constexpr int kStages = kWidens ? 4 : 5, kNarrow = kWidens ? 3 : 0, kNarrowBytes = kStageBytes / 2;
+  static constexpr int kShared = kGroups * kTensorBytes + kStages * kStageBytes + kNarrow * kNarrowBytes;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // A warpgroup copies the positions from `begin` to `last`.
-template <int kDim>
+template <int kDim, int kStages>
 __device__ void copy_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
                              const Stages& barriers, Pipeline<kStages>& ring) {
+  using S = Shape<kDim, CacheType::dtype16>;
   constexpr int kChunks = kDim / 8, kStep = 128 / kChunks;  // 16-byte chunks of a head; positions copied at once
   constexpr int kSide = 16;                                 // adjacent positions
   constexpr int kBytes = kDim * 2;                          // of a position
@@ -41,7 +46,7 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
     const uint64_t next = positions.find(begin + kTokens);
     barrier_wait(barriers.empty_at(ring.stage), ring.parity ^ 1);
     __syncwarp();
-    const uint32_t to = stages + ring.stage * Shape<kDim>::kStageBytes + place;
+    const uint32_t to = stages + ring.stage * S::kStageBytes + place;
 #pragma unroll
     for (int side = 0; side < kTokens; side += kSide) {
       const char* keys = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, found, side / kSide)) + own_bytes;
@@ -50,12 +55,68 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
       for (int i = 0; i < kSide; i += kStep) {
         const bool there = begin + side + i + own <= last;
         copy_16(to + (side + i) * kRowBytes, keys + i * kBytes, there);
-        copy_16(to + (side + i) * kRowBytes + Shape<kDim>::kTensorBytes, values + i * kBytes, there);
+        copy_16(to + (side + i) * kRowBytes + S::kTensorBytes, values + i * kBytes, there);
       }
     }
     arrive_with_copies(barriers.full_at(ring.stage));
     if (threadIdx.x == 0) barrier_arrive(barriers.full_at(ring.stage));
     found = next;
+  }
+}
+
+// The same for float8. A thread copies chunks of 16 values, and widens them itself when they have arrived, while those of
+// the next blocks are on their way. narrow: where they arrive.
+template <int kDim, int kStages>
+__device__ void widen_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
+                              uint32_t narrow, const Stages& barriers, Pipeline<kStages>& ring) {
+  using S = Shape<kDim, CacheType::float8>;
+  constexpr int kChunks = kDim / 16, kStep = 128 / kChunks, kTurns = kTokens / kStep;  // positions copied at once
+  constexpr int kSide = 16;                                                             // adjacent positions
+  static_assert(kStep % kSide == 0);
+  const int chunk = threadIdx.x % kChunks, own = threadIdx.x / kChunks;
+  const int place = chunk / 4 * kBlockBytes + own * kRowBytes, first = chunk % 4 * 2 ^ own % 8, other = first ^ 1;
+  const Positions positions(a, table, kv_head, kDim, last);
+  const size_t values_behind = (size_t)a.cache.span_size * kDim;
+  narrow += threadIdx.x * 16;
+  const auto fetch = [&](int begin, uint64_t found, int block) {
+    const uint32_t to = narrow + block * S::kNarrowBytes;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; turn++) {
+      const char* keys =
+          reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, found, (turn * kStep + own) / kSide)) +
+          own % kSide * kDim + chunk * 16;
+      const bool there = begin + turn * kStep + own <= last;
+      copy_16(to + turn * 2 * 2048, keys, there);
+      copy_16(to + (turn * 2 + 1) * 2048, keys + values_behind, there);
+    }
+    commit_copies();
+  };
+  uint64_t found = positions.find(begin + (S::kNarrow - 1) * kTokens);
+#pragma unroll
+  for (int block = 0; block < S::kNarrow - 1; block++)
+    fetch(begin + block * kTokens, positions.find(begin + block * kTokens), block);
+  for (int block = 0; begin <= last; begin += kTokens, ring.next()) {
+    const int next = block == 0 ? S::kNarrow - 1 : block - 1;
+    fetch(begin + (S::kNarrow - 1) * kTokens, found, next);
+    found = positions.find(begin + S::kNarrow * kTokens);
+    barrier_wait(barriers.empty_at(ring.stage), ring.parity ^ 1);
+    wait_copies<S::kNarrow - 1>();
+    const uint32_t from = narrow + block * S::kNarrowBytes, to = stages + ring.stage * S::kStageBytes + place;
+#pragma unroll
+    for (int i = 0; i < 2 * kTurns; i++) {  // keys and values of positions in turn
+      const uint4 values = load_16(from + i * 2048);
+      const uint32_t row = to + i / 2 * kStep * kRowBytes + i % 2 * S::kTensorBytes;
+      const float4 x = four_from_e4m3(values.x), y = four_from_e4m3(values.y), z = four_from_e4m3(values.z),
+                   w = four_from_e4m3(values.w);
+      store_16(row + first * 16, make_uint4(to_dtype16x2(x.x, x.y), to_dtype16x2(x.z, x.w), to_dtype16x2(y.x, y.y),
+                                            to_dtype16x2(y.z, y.w)));
+      store_16(row + other * 16, make_uint4(to_dtype16x2(z.x, z.y), to_dtype16x2(z.z, z.w), to_dtype16x2(w.x, w.y),
+                                            to_dtype16x2(w.z, w.w)));
+    }
+    written_for_products();
+    barrier_arrive(barriers.full_at(ring.stage));
+    if (threadIdx.x == 0) barrier_arrive(barriers.full_at(ring.stage));
+    block = block == S::kNarrow - 1 ? 0 : block + 1;
   }
 }
 
@@ -155,12 +216,13 @@ class Attender {
 };
 #endif
 
-template <int kDim, bool kCapped>
+template <int kDim, CacheType kType, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_prefill_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count,
                                 bool rotates, const __grid_constant__ RotaryTable table) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Shape<kDim>;
+  using S = Shape<kDim, kType>;
+  constexpr int kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers<kStages> barriers;
   let_next_begin();
@@ -175,8 +237,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     copy_items<kDim, kPrefillPairs>(
         a, tiles, count, barriers, at_stage, ring, [&](const Item& item, const TileRows& rows) {
-          copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.begin_of(rows.first_split, kTokens),
-                             rows.last, stages, at_stage, ring);
+          const int* table = a.tables + rows.tile.table;
+          const int begin = rows.begin_of(rows.first_split, kTokens);
+          if constexpr (S::kWidens)
+            widen_context<kDim>(a, table, item.kv_head, begin, rows.last, stages, stages + kStages * S::kStageBytes,
+                                at_stage, ring);
+          else copy_context<kDim>(a, table, item.kv_head, begin, rows.last, stages, at_stage, ring);
         });
     return;
   }
@@ -270,12 +336,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <int kDim>
+template <int kDim, CacheType kType>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Rope* rope, const Queue& queue) {
   const auto kernel =
-      a.soft_cap > 0 ? attend_prefill_wgmma_kernel<kDim, true> : attend_prefill_wgmma_kernel<kDim, false>;
+      a.soft_cap > 0 ? attend_prefill_wgmma_kernel<kDim, kType, true> : attend_prefill_wgmma_kernel<kDim, kType, false>;
   const int blocks = std::min(count * a.cache.kv_heads, sm_count());
-  start(queue, kernel, dim3(blocks), kThreads, Shape<kDim>::kShared, a, tiles, count, rope != nullptr,
+  start(queue, kernel, dim3(blocks), kThreads, Shape<kDim, kType>::kShared, a, tiles, count, rope != nullptr,
         rope ? rope->table : RotaryTable());
 }
 
@@ -284,8 +350,12 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 void attend_prefill_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Rope* rope,
                           const Queue& queue) {
-  if (a.cache.head_dim == 64) prefill::start_dim<64>(a, tiles, count, rope, queue);
-  else if (a.cache.head_dim == 128) prefill::start_dim<128>(a, tiles, count, rope, queue);
+  constexpr CacheType kFloat8 = CacheType::float8, kDtype16 = CacheType::dtype16;
+  if (a.cache.type == kFloat8)
+    (a.cache.head_dim == 64 ? prefill::start_dim<64, kFloat8> : prefill::start_dim<128, kFloat8>)(a, tiles, count, rope,
+                                                                                                  queue);
+  else if (a.cache.head_dim == 64) prefill::start_dim<64, kDtype16>(a, tiles, count, rope, queue);
+  else if (a.cache.head_dim == 128) prefill::start_dim<128, kDtype16>(a, tiles, count, rope, queue);
   else attend_prefill_wide(a, tiles, count, queue);
 }
 

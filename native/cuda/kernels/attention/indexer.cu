@@ -44,9 +44,8 @@ class Scorer {
       if (head < p_.heads && column < dim)
         read_eight(p_.queries + ((size_t)row * p_.heads + head) * dim, column, dim, x);
       const uint32_t to = queries_ + (place * eights_ * 8 + head) * kHeadBytes + column * 2;
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(to_dtype16x2(x[0], x[1])),
-                   "r"(to_dtype16x2(x[2], x[3])), "r"(to_dtype16x2(x[4], x[5])), "r"(to_dtype16x2(x[6], x[7]))
-                   : "memory");
+      store_16(to, make_uint4(to_dtype16x2(x[0], x[1]), to_dtype16x2(x[2], x[3]), to_dtype16x2(x[4], x[5]),
+                              to_dtype16x2(x[6], x[7])));
     }
     for (int head = threadIdx.x; head < eights_ * 8; head += kThreads)
       weights_[place * eights_ * 8 + head] = head < p_.heads ? p_.weights[(size_t)row * p_.heads + head] : 0.0f;

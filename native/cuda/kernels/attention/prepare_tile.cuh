@@ -20,6 +20,10 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
                              bool own, bool rotates, const Rope& rope, int warp, int warps) {
   using S = Shape<kDim, kType, kBulk>;
   const DecodeRows& rows = splits.rows();
+  const auto write_query = [&](const RopeHead<kDim>& head, int i) {
+    head.write(reinterpret_cast<char*>(memory.queries + i * S::kStride),
+               [](int feature) { return S::query_at(feature) * 2; });
+  };
   const int kv_head = splits.kv_head(), start = rows.tile.start - rows.tile.before;
   const int items = rows.count + (own ? rows.tile.before + rows.tile.count : 0);
 #pragma unroll 1
@@ -30,7 +34,7 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
       RopeHead<kDim> head;
       head.read(a.qkv + (size_t)row * a.width + (size_t)rows.head(item, kv_head) * kDim, a.query_norm, row, rope,
                 rotates);
-      head.write(memory.queries + item * S::kStride);
+      write_query(head, item);
       continue;
     }
     const bool query = kShort && item < rows.count;
@@ -50,20 +54,21 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
     }
     head.read(from, norm, row, rope, rotates);
     if (query) {
-      head.write(memory.queries + i * S::kStride);
+      write_query(head, i);
       continue;
     }
     char* to = const_cast<char*>(head_of(a.cache, span, kv_head));
+    const uint32_t row_at = S::row_at(i);
     if constexpr (S::kQuants) {
+      const auto place_of = [&](int byte) { return S::chunk_at(row_at, byte / 16) + byte % 16; };
       float* scales = reinterpret_cast<float*>(to + a.cache.scales_at()) + place;
-      head.template quantize<kType>(to + place * S::kBytes, memory.own_keys + i * S::kRow, scales, size,
+      head.template quantize<kType>(to + place * S::kBytes, memory.own_keys, place_of, scales, size,
                                     &shared.own_scales[0][i], kOwnRows);
-      value.template quantize<kType>(to + (size + place) * S::kBytes, memory.own_values + i * S::kRow,
+      value.template quantize<kType>(to + (size + place) * S::kBytes, memory.own_values, place_of,
                                      scales + 2 * size, size, &shared.own_scales[2][i], kOwnRows);
     } else {
       uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
       head.write(rows_there), value.write(rows_there + size * kDim);
-      const uint32_t row_at = S::row_at(i);
       const auto place_of = [&](int feature) { return S::chunk_at(row_at, feature / 8) + feature % 8 * 2; };
       head.write(memory.own_keys, place_of), value.write(memory.own_values, place_of);
     }

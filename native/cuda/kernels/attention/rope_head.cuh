@@ -59,10 +59,10 @@ struct RopeHead {
       if (const int f = i * 32 + threadIdx.x % 32; f < kDim)
         *reinterpret_cast<uint16_t*>(to + place(f)) = to_dtype16(x[i]);
   }
-  // Quantizes for the cache. Quantized values go to `to` and `also`. In scales and also_scales the minimum follows the
+  // Quantizes for the cache. Quantized values go to `to` and, at the offset of `place`, to `also`. In scales and also_scales the minimum follows the
   // scale at a distance of apart and also_apart floats.
-  template <CacheType kType>
-  __device__ void quantize(char* to, char* also, float* scales, int apart, float* also_scales, int also_apart) const {
+  template <CacheType kType, typename Place>
+  __device__ void quantize(char* to, char* also, Place place, float* scales, int apart, float* also_scales, int also_apart) const {
     constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
     const int lane = threadIdx.x % 32;
     float low = INFINITY, high = -INFINITY;
@@ -80,9 +80,9 @@ struct RopeHead {
       int quant = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.quant(x[i]);
       if (kBits == 4) {
         quant |= __shfl_down_sync(0xffffffffu, quant, 1) << 4;
-        if (f < kDim && f % 2 == 0) to[f / 2] = also[f / 2] = (char)quant;
+        if (f < kDim && f % 2 == 0) to[f / 2] = also[place(f / 2)] = (char)quant;
       } else if (f < kDim) {
-        to[f] = also[f] = (char)quant;
+        to[f] = also[place(f)] = (char)quant;
       }
     }
     if (lane || kType == CacheType::float8) return;

@@ -15,6 +15,12 @@ __device__ inline uint16_t two_e4m3(float low, float high) {
 __device__ inline float from_e4m3(uint8_t quant) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(quant, __NV_E4M3)));
 }
+// The four values of a word.
+__device__ inline float4 four_from_e4m3(uint32_t quants) {
+  const float2 low = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(quants & 0xffff, __NV_E4M3))),
+               high = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(quants >> 16, __NV_E4M3)));
+  return make_float4(low.x, low.y, high.x, high.y);
+}
 
 // Quantization of a cache's values between `low` and `high`, as in the CPU backend (cpu/cache.cpp). bad: some values
 // are NaN or infinite.
