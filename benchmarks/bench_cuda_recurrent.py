@@ -1,9 +1,10 @@
 """Times the ops of layers with a gated delta rule on a GPU: 6 such layers and one of attention, in the shape of
 Qwen3.6-35B-A3B without its experts, random weights in bfloat16; or state spaces in the shape of Nemotron-3-Nano-30B-A3B
-(64 heads of 64, 8 groups of 128). Prints the microseconds of an op in a layer, the part
-of the GPU's memory bandwidth that its bytes are, and what 30 such layers take of a step or of a prompt's token.
+(64 heads of 64, 8 groups of 128); or the rule with a decay for each channel in the shape of Kimi-Linear-48B-A3B (32 heads
+of 128). Prints the microseconds of an op in a layer, the part of the GPU's memory bandwidth that its bytes are, and what
+30 such layers take of a step or of a prompt's token.
 
-`python bench_cuda_recurrent.py [device] [delta|ssd]`
+`python bench_cuda_recurrent.py [device] [delta|ssd|channels]`
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ OPS = ("causal_conv", "gated_delta", "ssd", "gated_rms_norm")
 ALL_LAYERS = 30  # of the whole model
 
 
-def model(device: int, ssd: bool):
+def model(device: int, kind: str):
     e = _cuda.Executor(device, _native.HostSampler(4))
     rng = np.random.default_rng(0)
-    width = STATE_HEADS * STATE_HEAD if ssd else HEADS * DIM
-    mixed_width, gate_width = width + 2 * (GROUPS if ssd else KEY_HEADS) * DIM, STATE_HEADS if ssd else 2 * HEADS
+    ssd, channels = kind == "ssd", kind == "channels"
+    width, decays = STATE_HEADS * STATE_HEAD if ssd else HEADS * DIM, HEADS * (DIM if channels else 1)
+    mixed_width = width + 2 * (GROUPS if ssd else HEADS if channels else KEY_HEADS) * DIM
+    gate_width = STATE_HEADS if ssd else decays + HEADS
 
     def matrix(n: int, k: int, size: float = 0.035) -> int:
         handle = e.add_matrix(n, k, "bfloat16", 0)
@@ -50,9 +53,10 @@ def model(device: int, ssd: bool):
             e.add_op("gated_rms_norm", [out, z], [], [vector(width)],
                      {"eps": 1e-5, "head_dim": width // GROUPS, "gate": "silu", "gate_first": 1})
         else:
-            e.add_op("gated_delta", [convolved, gates], [out], [vector(HEADS), vector(HEADS)],
-                     {"key_dim": DIM, "value_dim": DIM})
-            e.add_op("gated_rms_norm", [out, z], [], [vector(DIM)], {"eps": 1e-6, "head_dim": DIM, "gate": "silu"})
+            e.add_op("gated_delta", [convolved, gates], [out], [vector(HEADS), vector(decays)],
+                     {"key_dim": DIM, "value_dim": DIM, "channels": int(channels)})
+            e.add_op("gated_rms_norm", [out, z], [], [vector(DIM)],
+                     {"eps": 1e-6, "head_dim": DIM, "gate": "sigmoid" if channels else "silu"})
         e.add_op("linear", [out], [branch], [matrix(HIDDEN, width)], {})
         e.add_op("add", [x, branch], [x], [], {})
     e.add_op("linear", [x], [qkv], [matrix(3 * 2 * DIM, HIDDEN)], {})
@@ -93,7 +97,7 @@ def report(e, what: str, rows: int, bandwidth: float) -> None:
 def main() -> None:
     device = int(sys.argv[1]) if len(sys.argv) > 1 else 0
     bandwidth, _ = _cuda.measure_roofline(device)
-    e = model(device, sys.argv[2:] == ["ssd"])
+    e = model(device, sys.argv[2] if len(sys.argv) > 2 else "delta")
     print(f"{e.device_name}, {bandwidth / 1e12:.2f} TB/s", flush=True)
     for slots in (1, 8, 32):
         e.step(begin(slots, 200))

@@ -267,7 +267,7 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
     kept = down("kv_a_proj_with_mqa", (latent.latent_dim, latent.rope_dim), "kept")
     graph.op("head_norm", kept, weights=(normed("kv_a_layernorm", latent.latent_dim),), block=0,
              head_dim=latent.latent_dim, eps=eps)
-    for rows, block in ((queries, 0), (kept, 1)):
+    for rows, block in ((queries, 0), (kept, 1)) if latent.rotated else ():
         graph.rope(rows, head_dim=latent.rope_dim, block=block, blocks=1, **pairs)
     scale = sum(sizes) ** -0.5
     if config.rope.mscale_all_dim:

@@ -37,7 +37,7 @@ def deepseek(config: ModelConfig) -> Graph:
     return finish(graph, x)
 
 
-def _heads(fields: Fields) -> Fields:
+def latent_heads(fields: Fields) -> Fields:
     """The size of a head is that of its rotated part; every head reads the one row that the cache keeps."""
     values = {"num_key_value_heads": fields.need_positive("num_attention_heads"),
               "head_dim": fields.need_positive("qk_rope_head_dim", most=MAX_HEAD_DIM)}
@@ -50,11 +50,13 @@ def _heads(fields: Fields) -> Fields:
     return translated(fields, **values)
 
 
-def _latent(fields: Fields) -> dict[str, Any]:
+def latent_sizes(fields: Fields, rotated: bool = True) -> dict[str, Any]:
+    """The sizes of latent attention. rotated: see LatentConfig."""
     latent, nope, rope, value = (fields.need_positive(name, most=MAX_SIZE) for name in (
         "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     query = fields.need_positive("q_lora_rank", most=MAX_SIZE) if fields.get("q_lora_rank", int) is not None else 0
-    return {"latent": LatentConfig(latent, nope, rope, value, query, fields.get("rope_interleave", bool, True))}
+    return {"latent": LatentConfig(latent, nope, rope, value, query, fields.get("rope_interleave", bool, True),
+                                   rotated=rotated)}
 
 
 def _shared_selections(fields: Fields) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ def _shared_selections(fields: Fields) -> tuple[int, ...]:
 def _sparse(interleaved: bool) -> Callable[[Fields], dict[str, Any]]:
     """Latent attention with an indexer. interleaved: the default of indexer_rope_interleave."""
     def read(fields: Fields) -> dict[str, Any]:
-        latent: LatentConfig = _latent(fields)["latent"]
+        latent: LatentConfig = latent_sizes(fields)["latent"]
         if not latent.query_dim:
             raise fields.error("q_lora_rank", "is missing: an indexer needs the queries' latent")
         heads, dim, selected = (fields.need_positive(f"index_{name}", most=most) for name, most in (
@@ -97,8 +99,8 @@ def _softmax_experts(fields: Fields, layers: int) -> ExpertConfig:
     return replace(experts, scores="softmax", group_scores="largest")
 
 
-_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "translate": _heads, "more": _latent,
-                           "draft_head": next_n_head(_layer)}
+_COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "translate": latent_heads,
+                           "more": latent_sizes, "draft_head": next_n_head(_layer)}
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": Architecture(deepseek, "deepseek_v2", "DeepSeek-V2", experts=_softmax_experts, **_COMMON),
@@ -112,5 +114,5 @@ ARCHITECTURES = {
                                          layer_types=False, **{**_COMMON, "more": _sparse(interleaved=True)}),
     "KimiK25ForConditionalGeneration": Architecture(
         deepseek, "kimi_k25", "Kimi-K2.5, K2.6, K2.7 (text part)", experts=grouped_experts, stored_as="text_part",
-        **{**_COMMON, "translate": lambda fields: _heads(text_part(fields))}),
+        **{**_COMMON, "translate": lambda fields: latent_heads(text_part(fields))}),
 }

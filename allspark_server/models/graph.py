@@ -527,32 +527,37 @@ class Graph:
                  rows_layer=rows[1], cache_group=entries[0], layer=entries[1], **more)
 
     # -- layers with a state -------------------------------------------------------------------------------------------
-    def causal_conv(self, x: Tensor, prefix: str, taps: int, *, bias: bool = False, activated: bool = True,
+    def causal_conv(self, x: Tensor, *prefixes: str, taps: int, bias: bool = False, activated: bool = True,
                     out: str = "convolved") -> Tensor:
         """Each channel's weighted sum over its last `taps` rows, then SiLU if `activated`. The checkpoint has
-        `prefix`.weight, of shape [channels, 1, taps], and `prefix`.bias if there is a bias.
+        PREFIX.weight, of shape [channels, 1, taps], and PREFIX.bias if there is a bias: one for all blocks, or one for
+        each.
         """
         def vector(name: str, values: int) -> Weight:
             parts, first, of = [], 0, values * sum(block.width for block in x.blocks)
-            for block in x.blocks:
+            for i, block in enumerate(x.blocks):
+                size = values * block.width
                 split = block.split and replace(block.split, size=values * block.split.size)
-                parts.append(Part(name, values * block.width, split, first, of))
-                first += values * block.width
-            return self.weight(Weight(name, tuple(parts)))
+                parts.append(Part(f"{prefixes[0]}.{name}", size, split, first, of) if len(prefixes) == 1 else
+                             Part(f"{prefixes[i]}.{name}", size, split))
+                first += size
+            return self.weight(Weight(f"{'+'.join(prefixes)}.{name}", tuple(parts)))
 
-        weights = (vector(f"{prefix}.weight", taps), vector(f"{prefix}.bias", 1) if bias else None)
+        weights = (vector("weight", taps), vector("bias", 1) if bias else None)
         return self.op("causal_conv", x, weights=weights, out=out, taps=taps, activated=int(activated))
 
     def gated_delta(self, x: Tensor, gates: Tensor, prefix: str, key_dim: int, value_dim: int,
                     out: str = "recalled") -> Tensor:
         """The gated delta rule for [queries | keys | values] and [a | b], see the table of ops. The checkpoint has
-        `prefix`.A_log and `prefix`.dt_bias.
+        `prefix`.A_log and `prefix`.dt_bias. There is a decay for each value head or, if `a` is so wide, for each channel
+        of its key.
         """
-        heads = gates.blocks[0]
-        weights = tuple(self.vector(name, heads.width, heads.split)
-                        for name in (f"{prefix}.A_log", f"{prefix}.dt_bias"))
+        decays, heads = gates.blocks
+        weights = tuple(self.vector(f"{prefix}.{name}", block.width, block.split)
+                        for name, block in (("A_log", heads), ("dt_bias", decays)))
+        more: dict[str, Any] = {"channels": 1} if decays.width != heads.width else {}
         return self.op("gated_delta", x, gates, weights=weights, out=out, blocks=x.blocks[2:], key_dim=key_dim,
-                       value_dim=value_dim)
+                       value_dim=value_dim, **more)
 
     def ssd(self, x: Tensor, steps: Tensor, prefix: str, state_dim: int, head_dim: int, **limits: float) -> Tensor:
         """Mamba2's selective state space for [x | B | C] and dt, see the table of ops. The checkpoint has
@@ -564,11 +569,11 @@ class Graph:
         return self.op("ssd", x, steps, weights=weights, out="recalled", blocks=x.blocks[:1], state_dim=state_dim,
                        head_dim=head_dim, **limits)
 
-    def gated_rms_norm(self, y: Tensor, gate: Tensor, name: str, head_dim: int) -> Tensor:
-        """RMS norm of each head with the checkpoint's weight `name`, times silu(gate), in place."""
+    def gated_rms_norm(self, y: Tensor, gates: Tensor, name: str, head_dim: int, gate: str = "silu") -> Tensor:
+        """RMS norm of each head with the checkpoint's weight `name`, times the gates' silu or sigmoid, in place."""
         weight = self.vector(name, head_dim)
-        return self.op("gated_rms_norm", y, gate, weights=(weight,), eps=self.config.rms_norm_eps, head_dim=head_dim,
-                       gate="silu")
+        return self.op("gated_rms_norm", y, gates, weights=(weight,), eps=self.config.rms_norm_eps, head_dim=head_dim,
+                       gate=gate)
 
     # -- experts -------------------------------------------------------------------------------------------------------
     def router(self, logits: Tensor, rows: str, correction: Weight | None = None, expert_scales: Weight | None = None,

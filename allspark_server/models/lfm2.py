@@ -38,7 +38,7 @@ def _short_convolution(graph: Graph, x: Tensor, prefix: str, conv: ConvConfig) -
         return linear_of_parts(graph, x, f"{prefix}.{out}", rows, (Block(hidden, channels),), out, conv.bias)
 
     b, c, values = third(0, "conv_gate_in"), third(1, "conv_gate_out"), third(2, "conv_values")
-    y = graph.causal_conv(graph.multiply(values, b), f"{prefix}.conv", conv.taps, bias=conv.bias, activated=False)
+    y = graph.causal_conv(graph.multiply(values, b), f"{prefix}.conv", taps=conv.taps, bias=conv.bias, activated=False)
     return graph.row_parallel_linear(graph.multiply(y, c), f"{prefix}.out_proj", channels, conv.bias, out="branch")
 
 

@@ -40,7 +40,7 @@ def mamba_mixer(graph: Graph, x: Tensor, prefix: str, mamba: MambaConfig) -> Ten
     else:
         mixed = projected("mixed", 1, 4)
     steps = scaled("steps", 4)
-    mixed = graph.causal_conv(mixed, f"{prefix}.conv1d", mamba.taps, bias=mamba.conv_bias)
+    mixed = graph.causal_conv(mixed, f"{prefix}.conv1d", taps=mamba.taps, bias=mamba.conv_bias)
     limits = {name: limit for name, limit in (("least_step", mamba.least_step), ("most_step", mamba.most_step))
               if limit is not None}
     y = graph.ssd(mixed, steps, prefix, mamba.state_dim, mamba.head_dim, **limits)

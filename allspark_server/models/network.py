@@ -190,6 +190,7 @@ class LatentConfig:
     latent_dim: features of the latent. nope_dim, rope_dim, value_dim: features of a head's key without and with rotary
     embedding (all heads share the latter), and of its value. query_dim: features of the queries' latent, 0 if they
     have none. interleaved: pairs of rotated features are (2 i, 2 i + 1). indexer: None if rows see all positions.
+    rotated: there is a rotary embedding; otherwise the features of rope_dim stay as they are.
     """
 
     latent_dim: int
@@ -199,6 +200,7 @@ class LatentConfig:
     query_dim: int = 0
     interleaved: bool = True
     indexer: IndexerConfig | None = None
+    rotated: bool = True
 
 
 @dataclass(frozen=True)

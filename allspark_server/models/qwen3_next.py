@@ -63,7 +63,7 @@ def _delta(graph: Graph, x: Tensor, prefix: str, delta: DeltaConfig, interleaved
                          "output_gate")
         both = graph.packed(prefix, ("in_proj_a", "in_proj_b"), (heads, heads), hidden, False)[0]
         ab = graph.linear(x, both, None, "state_gates")
-    mixed = graph.causal_conv(qkv, f"{prefix}.conv1d", delta.taps)
+    mixed = graph.causal_conv(qkv, f"{prefix}.conv1d", taps=delta.taps)
     y = graph.gated_delta(mixed, ab, prefix, delta.key_dim, delta.value_dim)
     y = graph.gated_rms_norm(y, z, f"{prefix}.norm.weight", delta.value_dim)
     return graph.row_parallel_linear(y, f"{prefix}.out_proj", values, False, out="branch")

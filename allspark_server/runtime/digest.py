@@ -242,6 +242,7 @@ def gpu_digests(index: int) -> dict[str, str]:
     found = {f"weights {weights}": run(decoder(weights, 0, "float32", empty=empty), (3, 37, 1, 290))
              for weights in UNQUANTIZED}
     found["recurrent"] = run(recurrent("float32", 0, empty, (0,)), (3, 63, 130))
+    found["recurrent of channels"] = run(recurrent("float32", 0, empty, (1,)), (3, 63, 130))
     found["state space"] = run(state_space("float32", 0, empty), (3, 63, 130))
     found["latent"] = run(latent("float32", 0, "float32", empty), (3, 63, 130), groups=2)
     found["latent mma"] = run(latent("bfloat16", 0, "bfloat16", empty, (64, 512)), (3, 63, 290), groups=2)

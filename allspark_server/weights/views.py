@@ -217,6 +217,22 @@ class PrefixedModel(Renamed):
                                   for name in source.names()})
 
 
+class BlockSparseMoe(Renamed):
+    """A checkpoint of Kimi Linear with DeepSeek's names for MLPs and experts, and one prefix for all of a layer's gates."""
+
+    PARTS = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."),
+             (".self_attn.forget_gate.", ".self_attn."))
+
+    def __init__(self, source: Source):
+        found = {}
+        for stored in source.names():
+            name = stored
+            for old, new in self.PARTS:
+                name = name.replace(old, new)
+            found[name] = stored
+        super().__init__(source, found)
+
+
 class DenseModules(Renamed):
     """A checkpoint with the tensors of the dense layers that sentence-transformers keeps in folders of their own."""
 
@@ -303,6 +319,5 @@ class InterleavedExperts(Changed):
 #: views of a checkpoint by the name that Architecture.stored_as has
 VIEWS: dict[str, Callable[[Source], Changed]] = {
     "text_part": TextPart, "text_part_with_experts": TextPartWithExperts, "interleaved_experts": InterleavedExperts,
-    "deepseek_names": DeepseekNames,
-    "bare_encoder": BareEncoder,
+    "deepseek_names": DeepseekNames, "bare_encoder": BareEncoder, "block_sparse_moe": BlockSparseMoe,
     "prefixed_model": PrefixedModel}

@@ -298,6 +298,19 @@ inline float vhmax(vf v) {
   return m;
 }
 
+// y, but 0 where x < least. NaN counts as not less.
+inline vf vor_zero(vf y, vf x, vf least) {
+#if defined(AS_ISA_AVX512)
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), y);
+#elif defined(AS_ISA_AVX2)
+  return _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_NLT_UQ), y);
+#elif defined(AS_ISA_SVE)
+  return svsel_f32(svcmplt_f32(vall(), x, least), vzero(), y);
+#else
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, least)));
+#endif
+}
+
 // e^x for x <= 88, about 1 ulp: x = n ln 2 + r with |r| <= ln 2 / 2; e^r by a Taylor polynomial of degree 7 in Horner's
 // form (relative error 5e-9), scaled by 2^n. Below -87.3 the result is 0.
 inline vf vexp(vf x) {
@@ -314,17 +327,7 @@ inline vf vexp(vf x) {
   p = vfma(p, r, vset(0.5f));
   p = vfma(p, r, vset(1.0f));
   p = vfma(p, r, vset(1.0f));
-  const vf y = vscale2(p, n);
-  // x < low gives exactly 0: a masked score must not contribute.
-#if defined(AS_ISA_AVX512)
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), y);
-#elif defined(AS_ISA_AVX2)
-  return _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_NLT_UQ), y);
-#elif defined(AS_ISA_SVE)
-  return svsel_f32(svcmplt_f32(vall(), x, low), vzero(), y);
-#else
-  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, low)));
-#endif
+  return vor_zero(vscale2(p, n), x, low);  // x < low gives exactly 0: a masked score must not contribute
 }
 
 // (e^2x - 1) / (e^2x + 1), within 2e-7; beyond 10 it is 1.

@@ -380,8 +380,8 @@ PYBIND11_MODULE(_cuda, m) {
       "gate and up rows.");
   m.def(
       "gated_delta_bytes",
-      [](int key_heads, int group, int key_dim, int value_dim, int) {
-        const PageBytes page = gated_delta_bytes({key_dim, value_dim, key_heads, key_heads * group});
+      [](int key_heads, int group, int key_dim, int value_dim, int decays) {
+        const PageBytes page = gated_delta_bytes({key_dim, value_dim, key_heads, key_heads * group, decays > 1});
         return std::make_pair(page.state, page.recent);
       },
       py::arg("key_heads"), py::arg("group"), py::arg("key_dim"), py::arg("value_dim"), py::arg("decays"),

@@ -7,6 +7,7 @@
 
 #include "batch/draft_head.h"
 #include "cuda/kernels/attention/indexer.h"
+#include "cuda/kernels/common/shared_limit.h"
 #include "cuda/kernels/gemm/gemm.h"
 #include "cuda/kernels/sampling/argmax.h"
 #include "cuda/ops/fusion.h"
@@ -136,10 +137,13 @@ DeltaShape delta_shape(const Program& program, const OpNode& op) {
   shape.key = op.integer(delta ? "key_dim" : "state_dim"), shape.value = op.integer(delta ? "value_dim" : "head_dim");
   shape.heads = width(op.outputs[0]) / shape.value;
   shape.key_heads = (width(op.inputs[0]) - width(op.outputs[0])) / (2 * shape.key);
-  if (delta && op.flag("channels")) refuse("op gated_delta with a decay for each channel");
+  shape.channels = delta && op.flag("channels");
   if (shape.key > kMostKeyDim)
     refuse(std::string("op ") + op.spec->name + " with " + (delta ? "key heads" : "states") + " of " +
            std::to_string(shape.key) + " features, at most " + std::to_string(kMostKeyDim));
+  if (shape.channels && (int)channel_delta_shared(shape) > max_shared())
+    refuse("op gated_delta with a decay for each of " + std::to_string(shape.key) +
+           " channels on chips with so little shared memory");
   return shape;
 }
 

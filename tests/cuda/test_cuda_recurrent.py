@@ -11,7 +11,7 @@ from allspark_server.runtime.plan import STATES
 from reference.plan import GIVEN, SAMPLE
 from reference.toy import item, plan, spans_for, start
 from support.gpu_toys import EXACT, IN_PARTS, SEED, VOCAB, compare, compiled, embedded, logits_of_rows, tokens_of, toy
-from support.recurrent_toys import SHAPES, SSD_SHAPES, recurrent_model, with_conv, with_delta, with_ssd
+from support.recurrent_toys import SHAPES, SSD_SHAPES, STATE_KINDS, recurrent_model, with_conv, with_delta, with_ssd
 
 pytestmark = pytest.mark.cuda
 
@@ -26,10 +26,11 @@ def test_causal_conv(channels, taps, bias, activated):
 
 
 @pytest.mark.parametrize("rate", [-3.0, 0.0, 4.0])
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 2, 128, 36), (2, 2, 36, 200)])
-def test_gated_delta(shape, rate):
+def test_gated_delta(shape, channels, rate):
     own = toy()
-    own.finish(with_delta(own, embedded(own, 31), *shape, False, rate))
+    own.finish(with_delta(own, embedded(own, 31), *shape, channels, rate))
     compare(own, IN_PARTS)
 
 
@@ -64,7 +65,7 @@ def test_gates(heads, dim, gate, gate_first):
     compare(own, 2 * EXACT)     # sums of many features after each other: up to 0.8 of EXACT in 24 runs, once above it
 
 
-@pytest.mark.parametrize("kind", ["delta", "ssd"])
+@pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 63, 64, 65, 129])
 def test_bits_do_not_depend_on_chunks_and_batches(count, kind):
     """Rows of prompts of several chunks, at once and `count` at a time, alone and together."""
@@ -84,12 +85,15 @@ def test_bits_do_not_depend_on_chunks_and_batches(count, kind):
 
 
 @pytest.mark.parametrize("kind, shape", [("delta", (32, 16, 128, 128)), ("delta", (16, 16, 36, 130)),
+                                         ("delta of channels", (32, 32, 128, 128)),
+                                         ("delta of channels", (16, 8, 36, 130)),
                                          ("ssd", (64, 8, 128, 64)), ("ssd", (48, 4, 20, 40))])
 def test_rows_of_many_sequences_have_the_bits_of_one(kind, shape):
     """So many sequences that single rows have a kernel of their own, and its CTAs one head or several."""
     own = toy()
     x = embedded(own, 24)
-    y = with_delta(own, x, *shape, False, -1.0) if kind == "delta" else with_ssd(own, x, *shape, -1.0)
+    y = (with_ssd(own, x, *shape, -1.0) if kind == "ssd" else
+         with_delta(own, x, *shape, kind.endswith("channels"), -1.0))
     own.op("add", (x, own.op("linear", (y,), 24, (own.matrix(24, shape[0] * shape[3]),))))
     qkv = own.op("linear", (x,), 24, (own.matrix(24, 24),))
     own.op("add", (x, own.op("linear", (own.attention(qkv, 1, 1, 8),), 24, (own.matrix(24, 8),))))
@@ -113,7 +117,7 @@ def free(gpu, used: int) -> None:
         gpu.step(plan([], free=[0]), False)
 
 
-@pytest.mark.parametrize("kind", ["delta", "ssd"])
+@pytest.mark.parametrize("kind", STATE_KINDS)
 @pytest.mark.parametrize("length", [1, 40, 57, 60, 62, 63, 64, 65, 100])
 def test_rejected_drafts_leave_no_trace_in_states(length, kind):
     """Random drafts, also beyond a multiple of 64 positions, against none; with and without graphs."""
@@ -124,7 +128,7 @@ def test_rejected_drafts_leave_no_trace_in_states(length, kind):
     assert all(each == found[0] for each in found[1:])
 
 
-@pytest.mark.parametrize("kind", ["delta", "ssd"])
+@pytest.mark.parametrize("kind", STATE_KINDS)
 def test_a_state_is_saved_and_loaded_with_its_bits(kind):
     """Through spans of the cache to another slot: the next rows' logits are those of the sequence itself."""
     gpu, size = compiled(recurrent_model(9, kind), long=True), 150
@@ -139,14 +143,10 @@ def test_a_state_is_saved_and_loaded_with_its_bits(kind):
         gpu.step(plan([], sections=[(STATES, [1, len(state), 1, 64, *state])]), False)
 
 
-def test_a_decay_for_each_channel_is_refused():
-    with pytest.raises(ValueError, match="no op gated_delta with a decay for each channel"):
-        compiled(recurrent_model(9, "delta of channels"))
-
-
 # -- whole models ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3-5", "qwen3-5-moe", "nemotron-h", "nemotron-h-latent",
-                                  "granite-hybrid", "granite-hybrid-dense", "bamba", "falcon-h1"])
+                                  "granite-hybrid", "granite-hybrid-dense", "bamba", "falcon-h1", "kimi-linear",
+                                  "kimi-linear-plain"])
 def test_model_in_float32(name):
     pytest.importorskip("transformers.models.qwen3_5_moe")
     from support.checkpoints import check_logits, checkpoint, prompt_of, reference_logits
@@ -163,7 +163,9 @@ def test_model_in_float32(name):
                                                ("nemotron-h", "bfloat16", 0), ("nemotron-h", "int8", 0),
                                                ("nemotron-h", "w8a8", 0), ("granite-hybrid", "bfloat16", 0),
                                                ("granite-hybrid", "int4", 32), ("bamba", "w8a8", 0),
-                                               ("falcon-h1", "bfloat16", 0)])
+                                               ("falcon-h1", "bfloat16", 0), ("kimi-linear", "bfloat16", 0),
+                                               ("kimi-linear-plain", "int8", 0), ("kimi-linear", "w8a8", 0),
+                                               ("kimi-linear", "int4", 32)])
 def test_bits_of_models_in_every_format(name, form, group):
     pytest.importorskip("transformers.models.qwen3_5_moe")
     from support.checkpoints import checkpoint, prompt_of

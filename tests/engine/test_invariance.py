@@ -33,7 +33,8 @@ from support.units import EXPERT_RANKS, GPUS, UNIT
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe", "hunyuan-biases",
             "exaone4", "arcee", "dots1", "hunyuan-moe", "afmoe")
-RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1")
+RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1",
+             "kimi-linear")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
 COMPRESSED = ("deepseek-v4", "deepseek-v4-wide")  # on CPUs
 GEMMA4 = ("gemma4", "gemma4-moe", "gemma4-small")
@@ -204,6 +205,8 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("bamba", "engine", test_everything_at_once, {}),
     ("falcon-h1", GROUP, test_prefix_cache, {}),
     ("falcon-h1", "engine", test_preemption, {}),
+    ("kimi-linear", GROUP, test_everything_at_once, {}),
+    ("kimi-linear", "engine", test_preemption, {}),
     ("deepseek-v2", GROUP, test_everything_at_once, {}),
     ("deepseek-v3-heads", "engine", test_prefix_cache, {}),
     ("deepseek-v32", GROUP, test_preemption, {}),

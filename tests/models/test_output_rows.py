@@ -15,7 +15,8 @@ from support.driver import Driver
 from support.units import GPUS, UNIT
 
 # An MLP; experts, shared ones and sinks; norms behind products; states and a gate; latent attention
-FAMILIES = ["qwen2-gqa-tied", "qwen3-moe", "glm4-moe", "gpt-oss", "gemma2", "qwen3-next", "nemotron-h", "deepseek-v3"]
+FAMILIES = ["qwen2-gqa-tied", "qwen3-moe", "glm4-moe", "gpt-oss", "gemma2", "qwen3-next", "nemotron-h", "deepseek-v3",
+            "kimi-linear"]
 PROMPT = prompt_of(75)
 
 

@@ -1,4 +1,4 @@
-"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1) against
+"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1, Kimi Linear) against
 transformers, and their properties: the same bits in every batch and however a history is cut, checkpoints of states in
 the prefix cache and its host tier.
 
@@ -15,6 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import safetensors.torch
+
 pytest.importorskip("transformers.models.qwen3_5_moe")
 
 from allspark_client import AsModelConfig
@@ -31,7 +33,7 @@ from support.greedy import check_greedy_output
 from support.tiny_configs import RECURRENT
 
 slow = pytest.mark.slow
-FIRST = ("qwen3-next", "qwen3-5-moe")
+FIRST = ("qwen3-next", "qwen3-5-moe", "kimi-linear")
 some = [name if name in FIRST else pytest.param(name, marks=slow) for name in RECURRENT]
 
 
@@ -282,6 +284,50 @@ def test_states_come_back_from_the_host_tier(lasting, engine_of, plain, tmp_path
 ])
 def test_configurations_that_are_refused(change, problem, tmp_path):
     refused("qwen3-next", change, problem, tmp_path)
+
+
+LAYERS = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
+
+
+@pytest.mark.parametrize("change, problem", [
+    ({"mla_use_nope": False}, "'mla_use_nope'.* is False: only True is served"),
+    ({"moe_router_activation_func": "softmax"}, "'moe_router_activation_func'.* is 'softmax': only 'sigmoid' is"),
+    ({"use_grouped_topk": False}, "'use_grouped_topk'.* is False: only True is served"),
+    ({"moe_layer_freq": 2}, "'moe_layer_freq'.* is 2: only 1 is served"),
+    ({"num_nextn_predict_layers": 1}, "'num_nextn_predict_layers'.* is 1: only 0 is served"),
+    ({"rope_scaling": {"type": "yarn"}}, "'rope_scaling'.* only None is served"),
+    ({"hidden_act": "gelu"}, "'hidden_act'.* is 'gelu': only 'silu' is supported"),
+    ({"layer_types": ["linear_attention"] * 4}, "'layer_types'.* each of the 4 layers one kind, and at least one full"),
+    ({"layer_types": ["full_attention"] * 3}, "'layer_types'.* must give each of the 4 layers one kind"),
+    ({"layer_types": None, "linear_attn_config": {**LAYERS, "kda_layers": [1]}},
+     "'linear_attn_config.kda_layers and full_attn_layers'.* must give each of the 4 layers one kind"),
+    ({"linear_attn_config": {**LAYERS, "num_heads": 0}}, "'linear_attn_config.num_heads'.* is 0: it must be positive"),
+    ({"linear_attn_config": {**LAYERS, "gate_lower_bound": -5}}, "'linear_attn_config.gate_lower_bound'.* not known"),
+    ({"linear_conv_kernel_dim": 65}, "'linear_conv_kernel_dim'.* is 65: it must be positive and at most 64"),
+])
+def test_configurations_of_kimi_linear_that_are_refused(change, problem, tmp_path):
+    refused("kimi-linear", change, problem, tmp_path)
+
+
+def test_a_checkpoint_of_kimi_linear_as_published(tmp_path):
+    """Layers are counted from 1 in linear_attn_config, and a dense layer's MLP has another name."""
+    source, values = checkpoint("kimi-linear"), json.loads((checkpoint("kimi-linear") / "config.json").read_text())
+    own = {name: values.pop(f"linear_{other}") for name, other in (
+        ("num_heads", "num_heads"), ("head_dim", "head_dim"), ("short_conv_kernel_size", "conv_kernel_dim"))}
+    for name in ("layer_types", "mlp_layer_types"):
+        del values[name]
+    values |= {"linear_attn_config": {**own, **LAYERS}, "first_k_dense_replace": 1, "mla_use_nope": True, "head_dim": 10,
+               "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "moe_layer_freq": 1,
+               "num_nextn_predict_layers": 0, "rope_scaling": None, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path) == read_config(source)
+    stored = safetensors.torch.load_file(source / "model.safetensors")
+    first = "model.layers.0.block_sparse_moe."
+    safetensors.torch.save_file({name.replace(first, "model.layers.0.mlp."): tensor for name, tensor in stored.items()},
+                                tmp_path / "model.safetensors")
+    prompt = prompt_of(70)
+    with Driver(source, 1) as a, Driver(tmp_path, 1) as b:
+        np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
 
 
 @pytest.mark.parametrize("change, problem", [

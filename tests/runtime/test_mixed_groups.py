@@ -62,7 +62,8 @@ def test_one_rank_of_experts_computes_the_bits_of_one_rank(form):
 
 FAMILIES = ("qwen2-moe", "glm4-moe", "gpt-oss", "gpt-oss-blocks", "deepseek-v2", "qwen3-5-moe", "gemma4-moe")
 SLOW_FAMILIES = ("mixtral", "ernie-moe", "granite-moe", "dots1", "afmoe", "hunyuan-moe", "minimax-m2", "olmoe",
-                 "exaone-moe", "qwen3-next", "lfm2-moe", "nemotron-h", "granite-hybrid", "glm-moe-dsa", "deepseek-v32")
+                 "exaone-moe", "qwen3-next", "lfm2-moe", "nemotron-h", "granite-hybrid", "glm-moe-dsa", "deepseek-v32",
+                 "kimi-linear")
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FAMILIES)])

@@ -77,6 +77,7 @@ _CLASSES = {
     "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM),
     "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
+    "kimi_linear": (transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
@@ -169,7 +170,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def load_plain(directory: Path, dtype: torch.dtype):
     """A new model of transformers whose kernels take any size and type."""
     plain = {"attn_implementation": "eager"}
-    chosen = {"num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"}
+    chosen = {"num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"}
     if chosen & set(json.loads((directory / "config.json").read_text())):
         plain["experts_implementation"] = "eager"  # others want aligned rows
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()

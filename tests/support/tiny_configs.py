@@ -251,6 +251,8 @@ DENSE = {
 
 _DELTA = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 20, "linear_value_head_dim": 12, "pad_token_id": 0}
 
+_LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "pad_token_id": 0}
+
 RECURRENT = {
     # A dense layer, experts in slices of features on 2 and 3 ranks; two value heads to a key head.
     "qwen3-next": Spec("qwen3_next", _sizes(72, 14, 2, 151, 5, head_dim=20, moe_intermediate_size=200, num_experts=10,
@@ -345,10 +347,21 @@ RECURRENT = {
                                                  mamba_d_state=256, mamba_rms_norm=True, mamba_norm_before_gate=False,
                                                  ssm_multipliers=[0.9, 1.4, 0.7, 1.2, 0.8], pad_token_id=0)
                              | _rope("default", 1e4)),
+    # Decays of channels beside latent attention; groups of experts, heads of fewer channels than a vector has lanes.
+    "kimi-linear": Spec("kimi_linear", _sizes(72, 7, 7, 151, 4, moe_intermediate_size=176, num_local_experts=8,
+                                              num_experts_per_tok=3, n_group=4, topk_group=2, n_shared_experts=2,
+                                              kv_lora_rank=24, qk_nope_head_dim=12, v_head_dim=20, linear_num_heads=5,
+                                              linear_head_dim=20, linear_conv_kernel_dim=4,
+                                              layer_types=["linear_attention", "full_attention"] * 2, **_LATENT)),
+    # Queries of a latent, layers as published, whole experts, all layers but the first with experts.
+    "kimi-linear-plain": Spec("kimi_linear", _sizes(80, 6, 6, 41, 5, moe_intermediate_size=37, num_local_experts=5,
+                                                    num_experts_per_tok=5, norm_topk_prob=False, q_lora_rank=17,
+                                                    kv_lora_rank=33, qk_nope_head_dim=5, v_head_dim=6,
+                                                    attention_bias=True, linear_num_heads=4,
+                                                    linear_head_dim=33, linear_conv_kernel_dim=3,
+                                                    mlp_layer_types=["dense"] * 2 + ["sparse"] * 3, **_LATENT)),
 }
 """Layers with a state beside attention, stored as float32."""
-
-_LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "pad_token_id": 0}
 
 LATENT = {
     # Queries without a latent, a softmax router without groups, two shared experts, YaRN with mscale.

@@ -98,6 +98,11 @@ struct Kernels {
   // depend on the number of rows.
   void (*add_products)(const float* x, size_t ldx, int rows, const float* m, size_t ldm, int count, float* y,
                        size_t ldy, int n);
+  // decays = rate * log(1 + e^(a + bias)), rate <= 0, and factors = e^decays.
+  void (*channel_decays)(const float* a, const float* bias, double rate, int n, float* decays, float* factors);
+  // rows[j] = keys[j] * (factors[count - 1] * factors[count - 2] * ... * factors[j + 1]), for rows of n values and j <
+  // count, with the products in this order; whole: of all factors.
+  void (*decay_rows)(const float* keys, const float* factors, int count, int n, float* rows, float* whole);
   // y = x * e^(later - earlier), whose exponent is at most 0; earlier: null for zeros.
   void (*decay)(const float* x, const double* later, const double* earlier, float* y, int n);
   // factors[i] = e^(later - earlier[i]), whose exponent is at most 0, with the bits of exact::exp.

@@ -76,6 +76,24 @@ AS_INLINE double exp_of(double x) {
   return exact::from_bits(exact::bits_of(p * exact::from_bits(exponent << 52)) & kept);
 }
 
+// A decay below it is 0: products with subnormal numbers would be slow.
+constexpr float kLeastFactor = 0x1p-100f;
+
+// decay_rows() for V vectors of each row, so that whole cache lines are read one after the other.
+template <int V>
+AS_INLINE void decay_columns(const float* keys, const float* factors, int count, size_t ld, float* rows, float* whole) {
+  vf left[V];
+  for (int v = 0; v < V; v++) left[v] = vset(1.0f);
+  for (int j = count - 1; j >= 0; j--)
+    for (int v = 0; v < V; v++) {
+      const size_t at = j * ld + v * W;
+      vstore(rows + at, vmul(vload(keys + at), left[v]));
+      const vf next = vmul(left[v], vload(factors + at));
+      left[v] = vor_zero(next, next, vset(kLeastFactor));
+    }
+  for (int v = 0; v < V; v++) vstore(whole + v * W, left[v]);
+}
+
 // R rows of y, V vectors of each at a time: 8 or, of 32 registers, 16 sums, which hide the latency of a fused
 // multiply-add. Two rows (a key and a query) read whole rows of 128 values of m then, one after the other from memory.
 constexpr int kTwice = W == 16 ? 2 : 1;
@@ -129,6 +147,41 @@ void dots(const float* rows, size_t ld, int count, const float* a, const float* 
 
 void decay_factors(double later, const double* earlier, int count, float* factors) {
   for (int i = 0; i < count; i++) factors[i] = (float)exp_of(later - earlier[i]);
+}
+
+void channel_decays(const float* a, const float* bias, double rate, int n, float* decays, float* factors) {
+  for (int i = 0; i < n; i++) {
+    const double x = (double)a[i] + bias[i], e = exp_of(x > 0 ? -x : x);
+    const double s = e / (2.0 + e), z = s * s;  // log(1 + e) = 2 atanh s, s <= 1 / 3
+    double p = 1.0 / 21;
+    p = p * z + 1.0 / 19;
+    p = p * z + 1.0 / 17;
+    p = p * z + 1.0 / 15;
+    p = p * z + 1.0 / 13;
+    p = p * z + 1.0 / 11;
+    p = p * z + 1.0 / 9;
+    p = p * z + 1.0 / 7;
+    p = p * z + 1.0 / 5;
+    p = p * z + 1.0 / 3;
+    decays[i] = (float)(rate * ((x > 0 ? x : 0.0) + 2.0 * (s + s * z * p)));
+    const float factor = (float)exp_of(decays[i]);
+    factors[i] = factor < kLeastFactor ? 0.0f : factor;
+  }
+}
+
+void decay_rows(const float* keys, const float* factors, int count, int n, float* rows, float* whole) {
+  int c = 0;
+  for (; c + 8 * W <= n; c += 8 * W) decay_columns<8>(keys + c, factors + c, count, n, rows + c, whole + c);
+  for (; c + W <= n; c += W) decay_columns<1>(keys + c, factors + c, count, n, rows + c, whole + c);
+  for (; c < n; c++) {
+    float left = 1.0f;
+    for (int j = count - 1; j >= 0; j--) {
+      rows[(size_t)j * n + c] = keys[(size_t)j * n + c] * left;
+      left *= factors[(size_t)j * n + c];
+      if (left < kLeastFactor) left = 0.0f;
+    }
+    whole[c] = left;
+  }
 }
 
 void decay(const float* x, const double* later, const double* earlier, float* y, int n) {

@@ -55,6 +55,8 @@ const Kernels& kernels() {
     k.dot = dot;
     k.dots = dots;
     k.add_products = add_products;
+    k.channel_decays = channel_decays;
+    k.decay_rows = decay_rows;
     k.decay = decay;
     k.decay_factors = decay_factors;
     k.causal_conv = causal_conv;

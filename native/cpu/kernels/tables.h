@@ -53,6 +53,8 @@ float dot(const float* a, const float* b, int n);
 void dots(const float* rows, size_t ld, int count, const float* a, const float* b, int n, float* of_a, float* of_b);
 void add_products(const float* x, size_t ldx, int rows, const float* m, size_t ldm, int count, float* y, size_t ldy,
                   int n);
+void channel_decays(const float* a, const float* bias, double rate, int n, float* decays, float* factors);
+void decay_rows(const float* keys, const float* factors, int count, int n, float* rows, float* whole);
 void decay(const float* x, const double* later, const double* earlier, float* y, int n);
 void decay_factors(double later, const double* earlier, int count, float* factors);
 void causal_conv(const float* const* rows, const float* const* weights, int taps, const float* bias, float* y, int n,

@@ -6,6 +6,8 @@
 // heads [key dim, value dim], and a ring of the rows of two chunks by position: the key, and for each head the decay
 // since the chunk's begin and the delta, the value that the row adds to the state for its key. A second chunk has rows
 // before the state has advanced to it only if drafts reach beyond a multiple: then these rows see a temporary state.
+// With a decay for each channel a row has two floats in place of the decay since the chunk's begin: its own decay and
+// e^decay.
 #pragma once
 #include "common/exact.h"
 #include "cpu/ops/ops.h"
@@ -30,11 +32,17 @@ class DeferredState : public BoundOp {
     float* state;
     double* totals;  // [heads, ring, decays]
     float *keys, *deltas;
+
+    // Of a head with a decay for each of its key's channels, [ring, channels] each.
+    float* decays(int head, int channels) const {
+      return reinterpret_cast<float*>(totals + (size_t)head * kRing * channels);
+    }
+    float* factors(int head, int channels) const { return decays(head, channels) + (size_t)kRing * channels; }
   };
 
   // Memory of a thread.
   struct Own {
-    std::vector<float> decayed, factors, state;
+    std::vector<float> factors, whole, state;
   };
 
   // group: heads of a unit. decays: of a row and head, 1 or the key dim.
@@ -48,8 +56,8 @@ class DeferredState : public BoundOp {
         bytes_(deferred_state_bytes(group, key, value, decays)),
         pages_(b.slot_pages({units * bytes_.state, units * bytes_.recent})) {
     for (int i = 0; i < core_.pool.size(); i++)
-      own_.push_back(
-          {std::vector<float>(key), std::vector<float>(key * kChunk), std::vector<float>((size_t)group * key * value)});
+      own_.push_back({std::vector<float>(key * kChunk), std::vector<float>(key),
+                      std::vector<float>((size_t)group * key * value)});
   }
 
   // Computes rows [first, first + count) of the chunk that begins at position `at`; `row` is the first one's row of the
@@ -57,10 +65,20 @@ class DeferredState : public BoundOp {
   virtual void chunk(const Page& p, int at, int first, int count, const float* state, int row, int unit,
                      int thread) = 0;
 
-  // y = x * e^(later - earlier), for each channel or all
-  void decay(const float* x, const double* later, const double* earlier, float* y) const {
-    if (decays_ > 1) return core_.k.decay(x, later, earlier, y, key_);
-    const float factor = (float)exact::exp(*later - (earlier ? *earlier : 0.0));
+  // Of head g of a full chunk, which begins at row `ring`: each key times its decay until the chunk's end, keys[channel
+  // * kChunk + row], and the decay of the whole chunk, whole[channel].
+  virtual void decay_chunk(const Page& p, int ring, int g, int thread, float* keys, float* whole) {
+    const double *totals = p.totals + (size_t)g * kRing + ring, last = totals[kChunk - 1];
+    for (int j = 0; j < kChunk; j++) {
+      const float factor = (float)exact::exp(last - totals[j]);
+      for (int c = 0; c < key_; c++) keys[c * kChunk + j] = p.keys[(size_t)(ring + j) * key_ + c] * factor;
+    }
+    std::fill_n(whole, key_, (float)exact::exp(last));
+  }
+
+  // y = x * e^decay
+  void decay(const float* x, double decay, float* y) const {
+    const float factor = (float)exact::exp(decay);
     for (int c = 0; c < key_; c++) y[c] = x[c] * factor;
   }
 
@@ -91,28 +109,23 @@ class DeferredState : public BoundOp {
           std::copy_n(state, own.state.size(), own.state.data());
           state = own.state.data();
         }
-        advance(p, at, state, own);
+        advance(p, at, state, thread);
       }
       const int rows = std::min(end, at + kChunk) - position;
       chunk(p, at, position - at, rows, state, item.row + position - item.start, unit, thread);
       position += rows;
     }
-    for (; at < kept; at += kChunk) advance(p, at, p.state, own);
+    for (; at < kept; at += kChunk) advance(p, at, p.state, thread);
   }
 
   // Advances the state over the full chunk that begins at position `at`.
-  void advance(const Page& p, int at, float* state, Own& own) const {
+  void advance(const Page& p, int at, float* state, int thread) {
     const int ring = at % kRing;
-    const float* keys = p.keys + (size_t)ring * key_;
+    Own& own = own_[thread];
     for (int g = 0; g < group_; g++) {
-      const double *totals = p.totals + ((size_t)g * kRing + ring) * decays_, *last = totals + (kChunk - 1) * decays_;
-      for (int j = 0; j < kChunk; j++) {
-        decay(keys + j * key_, last, totals + j * decays_, own.decayed.data());
-        for (int c = 0; c < key_; c++) own.factors[c * kChunk + j] = own.decayed[c];
-      }
+      decay_chunk(p, ring, g, thread, own.factors.data(), own.whole.data());
       float* s = state + (size_t)g * key_ * value_;
-      for (int c = 0; c < key_; c++)
-        core_.k.scale(s + (size_t)c * value_, (float)exact::exp(last[decays_ > 1 ? c : 0]), value_);
+      for (int c = 0; c < key_; c++) core_.k.scale(s + (size_t)c * value_, own.whole[c], value_);
       core_.k.add_products(own.factors.data(), kChunk, key_, p.deltas + ((size_t)g * kRing + ring) * value_, value_,
                            kChunk, s, value_, value_);
     }

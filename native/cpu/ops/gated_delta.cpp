@@ -1,5 +1,9 @@
 // gated_delta: the gated delta rule (docs/decisions/recurrent.md). A unit is a key head with its value heads; its keys
 // are normalized, and a delta is the solution for its row.
+//
+// With a decay for each channel, no exponential is taken for a pair of rows: what is left of a key at a later row is the
+// key times the factors e^decay of the rows between, multiplied from the later row backwards. So it depends on no other
+// row, and nothing can overflow. Over whole chunks decays are summed in double instead: rounding does not add up.
 #include <cmath>
 
 #include "cpu/ops/deferred_state.h"
@@ -31,10 +35,15 @@ class GatedDelta : public DeferredState {
 
   // Memory of a thread.
   struct Rows {
-    std::vector<float> q, x, products, kk, kq, factors, k_weights, q_weights;
+    std::vector<float> q, x, decayed, whole;
+    std::vector<double> sums;
+    std::vector<float> products, kk, kq, factors, k_weights, q_weights;
     explicit Rows(const GatedDelta& op)
         : q(kChunk * op.key_),
           x(2 * kChunk * op.key_),
+          decayed(op.channels_ ? kChunk * op.key_ : 0),
+          whole(op.key_),
+          sums(op.key_),
           products(2 * kChunk * op.value_),
           kk(kChunk * kChunk),
           kq(kChunk * kChunk),
@@ -59,13 +68,18 @@ class GatedDelta : public DeferredState {
     }
     for (int g = 0; g < group_; g++) {
       const int head = key_head * group_ + g;
-      double* totals = p.totals + ((size_t)g * kRing + ring) * decays_;
+      double* totals = p.totals + (size_t)g * kRing + ring;  // of a decay for the head
       float* deltas = p.deltas + ((size_t)g * kRing + ring) * value_;
       for (int r = 0; r < count; r++) {
-        double* total = totals + (first + r) * decays_;
-        add_decays(gates_.row(row + r), head, first + r ? total - decays_ : nullptr, total);
-        decay(keys + (first + r) * key_, total, nullptr, &own.x[2 * r * key_]);
-        decay(&own.q[r * key_], total, nullptr, &own.x[(2 * r + 1) * key_]);
+        const int i = first + r;
+        if (channels_) {
+          see_channels(p, ring, i, r, g, head, gates_.row(row + r), own);
+          continue;
+        }
+        const double a = (double)gates_.row(row + r)[head] + dt_bias_[head];
+        totals[i] = (i ? totals[i - 1] : 0.0) + rates_[head] * exact::softplus(a);
+        decay(keys + i * key_, totals[i], &own.x[2 * r * key_]);
+        decay(&own.q[r * key_], totals[i], &own.x[(2 * r + 1) * key_]);
       }
       // What the state answers to each row's key and query.
       std::fill_n(own.products.data(), 2 * count * value_, 0.0f);
@@ -73,14 +87,16 @@ class GatedDelta : public DeferredState {
                      own.products.data(), value_, value_);
       for (int r = 0; r < count; r++) {
         const int i = first + r;
-        weigh(keys, totals, i, r, own, own_[thread].decayed.data());
+        if (!channels_) weigh(totals, i, r, own);
+        const float *k_weights = channels_ ? &own.kk[r * kChunk] : own.k_weights.data(),
+                    *q_weights = channels_ ? &own.kq[r * kChunk] : own.q_weights.data();
         float *known = &own.products[2 * r * value_], *out = known + value_, *delta = deltas + i * value_;
-        k.add_products(own.k_weights.data(), 0, 1, deltas, value_, i, known, 0, value_);
+        k.add_products(k_weights, 0, 1, deltas, value_, i, known, 0, value_);
         const float* v = x_.row(row + r) + 2 * units_ * key_ + head * value_;
         const double b = gates_.row(row + r)[heads_ * decays_ + head];
         const float beta = (float)(1 / (1 + exact::exp(-b)));
         for (int d = 0; d < value_; d++) delta[d] = beta * (v[d] - known[d]);
-        k.add_products(own.q_weights.data(), 0, 1, deltas, value_, i + 1, out, 0, value_);
+        k.add_products(q_weights, 0, 1, deltas, value_, i + 1, out, 0, value_);
         std::copy_n(out, value_, y_.row(row + r) + head * value_);
       }
     }
@@ -91,26 +107,38 @@ class GatedDelta : public DeferredState {
     for (int c = 0; c < key_; c++) y[c] = x[c] * factor;
   }
 
-  // total = before - exp(A_log) log(1 + exp(a + dt_bias)), of a row's head
-  void add_decays(const float* gates, int head, const double* before, double* total) const {
-    for (int c = 0; c < decays_; c++) {
-      const double a = (double)gates[head * decays_ + c] + dt_bias_[head * decays_ + c];
-      total[c] = (before ? before[c] : 0.0) + rates_[head] * exact::softplus(a);
-    }
+  // With a decay for each channel: keeps the decays of row i of the chunk, the call's r-th; forms what it takes of the
+  // deltas of rows [0, i], and its key and query for the state.
+  void see_channels(const Page& p, int ring, int i, int r, int g, int head, const float* gates, Rows& own) const {
+    const Kernels& k = core_.k;
+    const float *keys = p.keys + (size_t)ring * key_, *key = keys + i * key_, *query = &own.q[r * key_];
+    const size_t begin = (size_t)ring * key_;
+    float *decays = p.decays(g, key_) + begin, *factors = p.factors(g, key_) + begin, *x = &own.x[2 * r * key_];
+    k.channel_decays(gates + head * key_, dt_bias_ + head * key_, rates_[head], key_, decays + i * key_,
+                     factors + i * key_);
+    k.decay_rows(keys, factors, i + 1, key_, own.decayed.data(), own.whole.data());
+    k.dots(own.decayed.data(), key_, i + 1, key, query, key_, &own.kk[r * kChunk], &own.kq[r * kChunk]);
+    for (int c = 0; c < key_; c++) x[c] = key[c] * own.whole[c], x[key_ + c] = query[c] * own.whole[c];
+  }
+
+  void decay_chunk(const Page& p, int ring, int g, int thread, float* keys, float* whole) override {
+    if (!channels_) return DeferredState::decay_chunk(p, ring, g, thread, keys, whole);
+    Rows& own = rows_[thread];
+    const size_t begin = (size_t)ring * key_;
+    const float* decays = p.decays(g, key_) + begin;
+    core_.k.decay_rows(p.keys + begin, p.factors(g, key_) + begin, kChunk, key_, own.decayed.data(), whole);
+    std::fill(own.sums.begin(), own.sums.end(), 0.0);
+    for (int j = 0; j < kChunk; j++)
+      for (int c = 0; c < key_; c++) {
+        keys[c * kChunk + j] = own.decayed[j * key_ + c];
+        own.sums[c] -= decays[j * key_ + c];
+      }
+    core_.k.decay_factors(0.0, own.sums.data(), key_, whole);
   }
 
   // What row i of the chunk, the call's r-th, takes of the deltas of rows [0, i] for its key and its query.
-  void weigh(const float* keys, const double* totals, int i, int r, Rows& own, float* decayed) const {
-    const double* total = totals + i * decays_;
-    if (channels_) {
-      for (int j = 0; j <= i; j++) {
-        decay(keys + j * key_, total, totals + j * decays_, decayed);
-        own.k_weights[j] = core_.k.dot(decayed, keys + i * key_, key_);
-        own.q_weights[j] = core_.k.dot(decayed, &own.q[r * key_], key_);
-      }
-      return;
-    }
-    core_.k.decay_factors(*total, totals, i + 1, own.factors.data());
+  void weigh(const double* totals, int i, int r, Rows& own) const {
+    core_.k.decay_factors(totals[i], totals, i + 1, own.factors.data());
     for (int j = 0; j <= i; j++) {
       own.k_weights[j] = own.factors[j] * own.kk[r * kChunk + j];
       own.q_weights[j] = own.factors[j] * own.kq[r * kChunk + j];

@@ -66,7 +66,7 @@ class Ssd : public DeferredState {
         const float* x = x_.row(row + r) + head * value_;
         float *delta = deltas + i * value_, *y = y_.row(row + r) + head * value_;
         for (int d = 0; d < value_; d++) delta[d] = (float)dt * x[d], y[d] = d_[head] * x[d];
-        decay(c_of(r), &totals[i], nullptr, &own.c[r * key_]);
+        decay(c_of(r), totals[i], &own.c[r * key_]);
         double now[kChunk];
         std::fill_n(now, i + 1, totals[i]);
         k.decay(&own.products[r * kChunk], now, totals, &own.weights[r * kChunk], i + 1);

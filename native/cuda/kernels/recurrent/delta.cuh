@@ -43,6 +43,12 @@ __device__ inline int kept_of(const StateItem& item) {
   return (item.start + item.count - item.drafts) / kChunkRows * kChunkRows;
 }
 
+// Whether an item is a row at which no state advances, which has kernels of its own.
+__device__ inline bool is_one_row(const StateItem& item) {
+  const int at = item.start / kChunkRows * kChunkRows;
+  return item.slot >= 0 && item.count == 1 && item.start > 0 && item.position == at && kept_of(item) <= at;
+}
+
 __device__ inline float decay_between(double later, double earlier) { return expf((float)(later - earlier)); }
 
 // A row's gates: of the delta rule [a | b], of a state space [dt].
@@ -147,6 +153,10 @@ template <bool kDelta>
 void delta_rows(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
 template <bool kDelta>
 void delta_chunks(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
+
+// With a decay for each channel: all items of a step; of these, single rows at which no state advances.
+void channel_delta(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
+void single_channel_rows(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
 
 }  // namespace recurrent
 }  // namespace as::cuda

@@ -14,10 +14,12 @@ void launch(const recurrent::DeltaArgs& a, const StateRows& rows, const Queue& q
 
 PageBytes gated_delta_bytes(const DeltaShape& s) {
   const size_t keys = sizeof(float) * s.key_heads * s.key, values = sizeof(float) * s.heads * s.value;
-  return {round_up_256(values * s.key), round_up_256(recurrent::kRing * (sizeof(double) * s.heads + keys + values))};
+  const size_t decays = (size_t)s.heads * (s.channels ? s.key : 1);
+  return {round_up_256(values * s.key), round_up_256(recurrent::kRing * (sizeof(double) * decays + keys + values))};
 }
 
 size_t gated_delta_scratch(const DeltaShape& s, int rows) {
+  if (s.channels) return 0;
   return rows * (round_up_256(12 * s.heads) + sizeof(float) * 2 * kChunkRows * s.key_heads);
 }
 
@@ -30,7 +32,8 @@ void gated_delta(const GatedDelta& p, const StateRows& rows, const Queue& queue)
   a.betas = reinterpret_cast<float*>(a.totals + (size_t)p.max_rows * s.heads);
   const int keys = s.key_heads * s.key;
   if (p.skip) a.k_at = s.heads * s.value, a.q_at = a.k_at + keys, launch<false>(a, rows, queue);
-  else a.k_at = keys, a.v_at = 2 * keys, launch<true>(a, rows, queue);
+  else if (a.k_at = keys, a.v_at = 2 * keys; s.channels) recurrent::channel_delta(a, rows, queue);
+  else launch<true>(a, rows, queue);
 }
 
 }  // namespace as::cuda

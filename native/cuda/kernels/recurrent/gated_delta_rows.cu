@@ -14,12 +14,6 @@ constexpr int kMostWarps = 8, kKeyWarps = 1;  // of a CTA of one_row_kernel(): w
 constexpr int kOneRowThreads = 32 * (kMostWarps + kKeyWarps);
 constexpr int kAhead = 4;  // steps of 8 channels or rows, of which a thread's loads are under way
 
-// Whether one_row() computes an item.
-__device__ bool is_one_row(const StateItem& item) {
-  const int at = item.start / kChunkRows * kChunkRows;
-  return item.slot >= 0 && item.count == 1 && item.start > 0 && item.position == at && kept_of(item) <= at;
-}
-
 // Shared memory of one_row().
 struct OneRowMemory {
   double* totals;                               // [heads, 64]

@@ -49,12 +49,16 @@ struct StatePages {
 };
 
 // A slot's page: state [heads, key, value]; of the rows of two chunks by position: totals [heads, 128] (float64), keys
-// [key heads, 128, key], deltas [heads, 128, value].
+// [key heads, 128, key], deltas [heads, 128, value]. channels: there is a decay for each channel of a head's key; then
+// decays and their exponentials, [heads, 2, 128, key], take the place of the totals.
 struct DeltaShape {
   int key = 0, value = 0, key_heads = 0, heads = 0;
+  bool channels = false;
 };
 constexpr int kMostKeyDim = 128;
 PageBytes gated_delta_bytes(const DeltaShape& shape);
+// Bytes of shared memory that a CTA needs at least if there is a decay for each channel.
+size_t channel_delta_shared(const DeltaShape& shape);
 // Bytes that the rows of long items take between the kernels of one op.
 size_t gated_delta_scratch(const DeltaShape& shape, int rows);
 
@@ -64,11 +68,11 @@ struct GatedDelta {
   DeltaShape shape;
   StatePages pages;
   float* x = nullptr;            // [rows, width]
-  const float* gates = nullptr;  // [rows, 2 heads]: of the decay, and of the rate; of a state space [rows, heads]
+  const float* gates = nullptr;  // [rows, decays + heads]: of decays, and of rates; of a state space [rows, heads]
   float* y = nullptr;            // [rows, heads * value]
   const float* skip = nullptr;   // [heads]: D
   double least_step = 0, most_step = 0;
-  const float *a_log = nullptr, *dt_bias = nullptr;  // [heads]
+  const float *a_log = nullptr, *dt_bias = nullptr;  // [heads], [decays]
   char* scratch = nullptr;
   int max_rows = 0;  // that the scratch memory is for
 };

@@ -1,0 +1,118 @@
+// The gated delta rule with a decay for each channel (Kimi Linear's KDA; docs/decisions/recurrent.md).
+//
+// What is left of row j's key at row i is the key times the factors e^decay of the rows between, for each channel.
+// Within a block of 16 rows they are multiplied row by row, from i backwards. Between blocks they come in three parts:
+// of row i's block up to it, of the blocks between, and of row j's block behind it, so that tensor cores can multiply
+// keys. All are at most 1, so nothing overflows. None depends on other rows than these, so bits do not depend on how
+// many rows a call computes.
+#include <algorithm>
+
+#include "cuda/kernels/recurrent/channel_delta.cuh"
+
+namespace as::cuda {
+namespace recurrent {
+namespace {
+
+// Writes keys and decays of an item's rows since the state's position to the ring, by a CTA.
+__device__ void keep_rows(const DeltaArgs& a, const StateItem& item, int head) {
+  const DeltaShape& s = a.p.shape;
+  const int key_head = head / a.group, begin = max(item.start, kept_of(item)), end = item.start + item.count;
+  const ChannelRing ring(a, item.slot, head);
+  for (int position = begin + threadIdx.x / 32; position < end; position += blockDim.x / 32) {
+    const int row = item.row + position - item.start;
+    const size_t place = (size_t)(position % kRing) * s.key;
+    if (head % a.group == 0)
+      take_head<true>(a.p.x + (size_t)row * a.width + a.k_at + key_head * s.key, s.key, s.key, 1.0f, ring.keys + place);
+    for (int c = threadIdx.x % 32; c < s.key; c += 32) {
+      const ChannelDecay decay(a.p, row, head, c);
+      ring.decays[place + c] = decay.log, ring.factors[place + c] = decay.factor;
+    }
+  }
+}
+
+// A CTA computes kC values of a head, of all rows of items, chunk by chunk. Of short items it leaves single rows out,
+// and keeps the others' rows, which no other CTA reads.
+template <int kC, bool kShort>
+__global__ void __launch_bounds__(ChannelWork<kC>::kThreads, 1) channel_kernel(DeltaArgs a, StateRows rows) {
+  extern __shared__ __align__(16) float memory[];
+  using Work = ChannelWork<kC>;
+  after_previous();
+  const DeltaShape& s = a.p.shape;
+  const int head = blockIdx.y, begin = blockIdx.x * kC, width = min(kC, s.value - begin);
+  const int from = kShort ? 0 : rows.short_items, to = kShort ? rows.short_items : from + rows.long_items;
+  for (int z = from + blockIdx.z; z < to; z += gridDim.z) {
+    const StateItem item = rows.items[z];
+    if (item.slot < 0 || (kShort && is_one_row(item))) continue;
+    Work work(memory, a, item, head, begin);
+    const HeadState<kC, Work::kStride> state{
+        work.m.state, a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value + begin, s.key, s.value,
+        width};
+    const int end = item.start + item.count, kept = kept_of(item);
+    int at = item.position;
+    state.load(item.start == 0, a.padded, a.aligned);
+    const auto advance = [&] {
+      work.advance();
+      at += kChunkRows;
+      if (at == kept) state.store();
+      __syncthreads();
+    };
+
+    while (at < item.start / kChunkRows * kChunkRows) {  // accepted drafts had reached beyond a multiple
+      work.load(at, kChunkRows, 0);
+      work.weigh();
+      advance();
+    }
+    for (int position = item.start; position < end;) {
+      const int first = position - at, count = min(at + kChunkRows, end) - position;
+      work.load(at, first, count);
+      work.weigh();
+      work.answer();
+      work.substitute();
+      if (at >= kept) work.keep_deltas(at);
+      position += count;
+      __syncthreads();
+      if (first + count == kChunkRows && (position < end || at + kChunkRows <= kept)) advance();
+    }
+    if (item.start == 0 && kept == 0) state.clear();
+    if (kShort && begin == 0) keep_rows(a, item, head);
+    __syncthreads();
+  }
+}
+
+// Keeps the rows of long items, after channel_kernel(), whose CTAs still read the ring.
+__global__ void __launch_bounds__(128) keep_rows_kernel(DeltaArgs a, StateRows rows) {
+  after_previous();
+  keep_rows(a, rows.items[rows.short_items + blockIdx.y], blockIdx.x);
+}
+
+template <int kC, bool kShort>
+void launch(const DeltaArgs& a, const StateRows& rows, int items, const Queue& queue) {
+  start(queue, channel_kernel<kC, kShort>, dim3(ceil_div(a.p.shape.value, kC), a.p.shape.heads, items),
+        ChannelWork<kC>::kThreads, ChannelMemory<kC>::bytes(a.padded), a, rows);
+}
+
+}  // namespace
+
+void channel_delta(const DeltaArgs& a, const StateRows& rows, const Queue& queue) {
+  const DeltaShape& s = a.p.shape;
+  if (rows.short_items) {
+    single_channel_rows(a, rows, queue);
+    constexpr int kMostItems = 2;  // at a time: few items are left, and CTAs that find none take time, too
+    launch<32, true>(a, rows, std::min(rows.short_items, kMostItems), queue);
+  }
+  if (rows.long_items) {
+    // The fewest parts of a head that occupy the GPU: each of them weighs the rows.
+    const bool wide = s.value > 32 && 2 * s.heads * rows.long_items * ceil_div(s.value, 64) >= sm_count();
+    if (wide && (int)ChannelMemory<64>::bytes(a.padded) <= max_shared())
+      launch<64, false>(a, rows, rows.long_items, queue);
+    else launch<32, false>(a, rows, rows.long_items, queue);
+    start(queue, keep_rows_kernel, dim3(s.heads, rows.long_items), 128, 0, a, rows);
+  }
+}
+
+}  // namespace recurrent
+
+size_t channel_delta_shared(const DeltaShape& shape) {
+  return recurrent::ChannelMemory<32>::bytes((shape.key + 7) / 8 * 8);
+}
+}  // namespace as::cuda
