@@ -27,9 +27,11 @@ bool is_hopper(const Chip& chip) { return chip.capability == 90; }
 bool has_gemv(const Chip& chip, const Gemm& g, bool normed, bool pushed) {
   const Matrix& w = g.w;
   if (!is_hopper(chip) || pushed) return false;
+  // Split-K parts with whole groups.
+  const bool groups = w.has_float_groups() && SplitK(w.k, w.max_split_k).length % GemvPlan::kGroupBlocks == 0;
   const bool fits = w.kind == Kind::dtype16
                         ? !normed || w.k <= kNormedColumns
-                        : w.quants.in_rows && w.quants.groups == 1 && (!normed || w.k <= kNormedBytes);
+                        : w.quants.in_rows && (w.quants.groups == 1 || groups) && (!normed || w.k <= kNormedBytes);
   return fits && w.max_split_k > 1 && w.max_split_k <= kMaxSplitK && GemvPlan(w, 1, chip.sms).stages > 0;
 }
 
@@ -145,7 +147,7 @@ GemmAlgo choose_bytes(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo) 
   const Matrix& w = g.w;
   const bool any = algo == GemmAlgo::any, floats = w.kind == Kind::float8;
   if (!floats && (algo == GemmAlgo::mma || !is_hopper(chip))) return GemmAlgo::mma;
-  if (any && rows <= kFewByteRows && has_gemv(chip, g, false, false) &&
+  if (any && rows <= kFewByteRows && w.quants.groups == 1 && has_gemv(chip, g, false, false) &&
       GemvPlan(w, GemvPlan::kRowTile, chip.sms).stages)
     return GemmAlgo::small_m;
   // gemm_8bit_prefill() has groups in whole steps.

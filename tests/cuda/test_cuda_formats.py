@@ -280,13 +280,13 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
             assert gpu.multiply(handle, x[:rows], n, None, algo).tobytes() == every[:rows].tobytes(), (rows, algo)
 
 
-@pytest.mark.parametrize("form", ["float8", "w8a8"])
+@pytest.mark.parametrize("form, group", [("float8", 0), ("float8", 128), ("w8a8", 0)])
 @pytest.mark.parametrize("n, k", [(1, 1), (70, 129), (64, 4096), (130, 9000), (3584, 18944), (4608, 3584),
-                                  (5000, 2049)])
-def test_one_row_that_its_product_quantizes(n, k, form):
-    """Each CTA has a part of the row; CTAs exchange the largest value."""
+                                  (5000, 2049), (3500, 1340), (3584, 26000)])
+def test_one_row_that_its_product_quantizes(n, k, form, group):
+    """Each CTA has a part of the row; CTAs exchange the largest value, unless groups of it have scales."""
     rng, gpu = np.random.default_rng(SEED), executor()
-    handle = gpu.add_matrix(n, k, form, 0)
+    handle = gpu.add_matrix(n, k, form, group)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
     x, bias = rng.normal(size=(9, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
     x[1, k // 2], x[2, -1], x[3], x[4, 0], x[5, k // 3] = 1e30, -300, 0, np.nan, -np.inf

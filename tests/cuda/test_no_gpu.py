@@ -273,12 +273,13 @@ SLOW_MEMORY = {"read": 800, "widen": [14, 13]}  # GDDR
     ({}, (3584, 3584, "w8a8"), {}, [(1, "gemv, quantizes"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
     ({}, (4608, 3584, "float8"), {"normed": True},
      [(1, "gemv, norms"), (2, "small_m"), (64, "stream_k"), (None, "prefill")]),
-    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "stream_k, norms"), (24, "stream_k"), (None, "prefill")]),
+    ({}, (4608, 3584, "float8", 128), {"normed": True}, [(1, "gemv, norms"), (24, "stream_k"), (None, "prefill")]),
     ({}, (6400, 8192, "float8", 128), {}, [(112, "stream_k"), (None, "prefill")]),
     ({}, (37888, 3584, "float8", 128), {"gated": True}, [(64, "stream_k"), (None, "prefill")]),
-    ({}, (3584, 3584, "float8", 128), {}, [(24, "stream_k"), (None, "prefill")]),
-    ({}, (3584, 18944, "float8", 128), {}, [(48, "stream_k"), (None, "prefill")]),
-    ({}, (3584, 1344, "float8", 128), {}, [(None, "stream_k")]),  # steps of prefill are whole groups
+    ({}, (3584, 3584, "float8", 128), {}, [(1, "gemv, quantizes"), (24, "stream_k"), (None, "prefill")]),
+    ({}, (3584, 18944, "float8", 128), {}, [(1, "gemv, quantizes"), (48, "stream_k"), (None, "prefill")]),
+    # Steps of prefill are whole groups.
+    ({}, (3584, 1344, "float8", 128), {}, [(1, "gemv, quantizes"), (None, "stream_k")]),
     ({}, (4608, 3584, "w4a8", 64), {"normed": True}, [(1, "stream_k, norms"), (None, "stream_k")]),
     (AMPERE, (3584, 3584, "bfloat16"), {}, [(64, "mma"), (None, "mma_prefill")]),
     (AMPERE, (3584, 3584, "bfloat16"), {"pushed": True}, [(256, "mma"), (None, "mma_prefill")]),

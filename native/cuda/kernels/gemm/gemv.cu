@@ -1,11 +1,13 @@
 // GEMV of split-K matrices (tiles.h) by wgmma, or by mma.sync for integers: decoding of a single sequence, where
 // matrices are so small that the time before and after the multiply-adds counts. Weights are 16-bit, or 8-bit: floats
-// or integers with one group. With 8-bit weights there may also be a few rows that are already quantized.
+// with one scale or several scales a row, or integers with one group. With 8-bit weights and one scale there may also
+// be a few rows that are already quantized.
 //
 // A cluster of CTAs has 64 columns (rows of the weights), each CTA one split-K part. One warp copies weights to shared
 // memory, beginning before the previous kernel has computed the row. The others prepare the part's values of the row:
-// normalized if requested, and quantized to 8 bits, for which the CTAs exchange their greatest values. They multiply,
-// and send sums to the cluster's first CTA, which adds them in ascending order.
+// normalized if requested, and quantized to 8 bits, for which the CTAs exchange their greatest values unless groups
+// have scales of their own. They multiply, and send sums to the cluster's first CTA, which adds them in ascending
+// order.
 #include <algorithm>
 
 #include "cuda/kernels/common/wgmma.cuh"
@@ -21,15 +23,17 @@ namespace {
 
 constexpr int kWorkers = 128, kThreads = kWorkers + 32, kWarps = kWorkers / 32;
 constexpr int kStageBytes = GemvPlan::kStageBytes;  // some blocks of K, which are adjacent in memory
-constexpr int kMaxStages = GemvPlan::kMaxStages, kRowTile = GemvPlan::kRowTile;
+constexpr int kMaxStages = GemvPlan::kMaxStages, kRowTile = GemvPlan::kRowTile, kGroupBlocks = GemvPlan::kGroupBlocks;
 
-enum class Form { dtype16, float8, integers };
+enum class Form { dtype16, float8, float_groups, integers };
+AS_BOTH constexpr int groups_of(int blocks) { return GemvPlan::groups_of(blocks); }
 // Source of the row: 16-bit tiles, floats, or floats that are normalized first; or a few rows that are already 8-bit.
 enum class From { tiles, values, unnormed, bytes };
 // kKept: chunks of the row that a thread keeps in registers; kAlone: there is one split-K part.
 template <Form kForm_, From kFrom_, int kKept_, bool kAlone_>
 struct Shape {
   static constexpr Form kForm = kForm_;
+  static constexpr bool kGroups = kForm == Form::float_groups;
   static constexpr From kFrom = kFrom_;
   static constexpr int kKept = kKept_;
   static constexpr bool kAlone = kAlone_;
@@ -74,27 +78,32 @@ __device__ __forceinline__ void await_told(const uint64_t* barrier) {
   else await_sent(barrier);
 }
 
-// Called by one thread.
+// Called by one thread. of_groups: for the scales of the part's groups, which arrive with the first stage.
 template <class S>
 __device__ __forceinline__ void copy_weights(const GemmArgs& p, const Part& part, const SplitK& k, int count,
-                                             uint32_t stages, Shared<S>& s) {
+                                             uint32_t stages, uint32_t of_groups, Shared<S>& s) {
   const char* from = S::kForm == Form::dtype16 ? reinterpret_cast<const char*>(p.w.tiles)
                                                : reinterpret_cast<const char*>(p.w.quants.words);
   from += ((size_t)part.column_block * k.blocks + part.first) * S::kBlockSize;
   DynamicPipeline ring{count};
   for (int b = 0; b < part.blocks; b += S::kStageBlocks, ring.next(), from += kStageBytes) {
     const int bytes = min(S::kStageBlocks, part.blocks - b) * S::kBlockSize;
+    const int of_scales = S::kGroups && b == 0 ? groups_of(part.blocks) * kScaleWords * 4 : 0;
     barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-    barrier_expect(&s.full[ring.stage], bytes);
+    barrier_expect(&s.full[ring.stage], bytes + of_scales);
     copy_bulk(stages + ring.stage * kStageBytes, from, bytes, &s.full[ring.stage], evicted_first());
+    if (!of_scales) continue;
+    const size_t first = (size_t)part.column_block * p.w.quants.groups + part.first / kGroupBlocks;
+    copy_bulk(of_groups, reinterpret_cast<const char*>(p.w.quants.scales + first * kScaleWords), of_scales,
+              &s.full[ring.stage], evicted_first());
   }
 }
 
 // Prepares the split-K part's values of the row in shared memory for multiplication; returns the row's scale. ask()
-// prefetches what the epilogue adds to the sums.
+// prefetches what the epilogue adds to the sums. of_groups: where scales of the row's groups are stored.
 template <class S, typename Ask>
 __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Part& part, const SplitK& k, char* row,
-                                          Shared<S>& s, Ask ask) {
+                                          float* of_groups, Shared<S>& s, Ask ask) {
   constexpr int kParts = S::kRowBlock / 16, kKept = S::kKept;  // kParts: of 16 bytes, in a row of a block
   const int begin = part.first * kParts, parts = part.blocks * kParts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto begin_row = [&] {
@@ -129,10 +138,15 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
     wait_copies<0>();
     return 1;
   } else {
-    using Scale = ByteScale<S::kForm == Form::float8>;
+    using Scale = ByteScale<S::kForm != Form::integers>;
     int sum = 0;  // of quantized values, for integers
     const auto store = [&](const Scale& scale, int at, const auto& x) {
       *reinterpret_cast<uint4*>(row + at * 16) = scale.bytes(x, sum);
+    };
+    // The same with the scale of the chunk's group. All lanes of a warp call it, also for chunks of other parts.
+    const auto store_grouped = [&](int at, const auto& x) {
+      const Scale scale = scale_of_group(x);
+      if (at >= 0 && at < parts) store(scale, at, x), of_groups[at / (kFloatGroup / kChunkColumns)] = scale.scale;
     };
     const auto end_row = [&](const Scale& scale) {
       if constexpr (S::kForm == Form::integers) {
@@ -144,6 +158,13 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
     if constexpr (S::kFrom == From::unnormed) {
       typename S::Normed normed(p.norm, p.w.k);
       begin_row();
+      if constexpr (S::kGroups) {
+        normed.S::Normed::Base::make(p.unnormed, s.norming);
+        ask();
+#pragma unroll
+        for (int i = 0; i < kKept; i++) store_grouped(normed.place(i) - begin, normed[i]);
+        return 1;
+      }
       const Scale scale(normed.make(p.unnormed, s.norming));
       ask();
 #pragma unroll
@@ -154,9 +175,9 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
       using Chunk = cuda::Chunk<S::kFrom == From::tiles>;
       Chunk kept[kKept];
       const auto read = [&](int at, Chunk& to) { to.read(p.x, 0, at < parts ? (begin + at) * kChunkColumns : p.w.k); };
-      // Calls work() for the chunks beyond those that a thread keeps. They are read twice.
+      // Calls work() for the chunks beyond those that a thread keeps. They are read twice, unless groups have scales.
       const auto others = [&](auto work) {
-        for (int at = kKept * kWorkers + threadIdx.x; at < parts; at += kWorkers) {
+        for (int at = kKept * kWorkers + threadIdx.x; at - (S::kGroups ? lane : 0) < parts; at += kWorkers) {
           Chunk x;
           read(at, x), work(at, x);
         }
@@ -164,6 +185,13 @@ __device__ __forceinline__ float make_row(const GemmArgs& p, int rows, const Par
       begin_row();
 #pragma unroll
       for (int i = 0; i < kKept; i++) read(i * kWorkers + threadIdx.x, kept[i]);
+      if constexpr (S::kGroups) {
+        ask();
+#pragma unroll
+        for (int i = 0; i < kKept; i++) store_grouped(i * kWorkers + threadIdx.x, kept[i]);
+        others(store_grouped);
+        return 1;
+      }
       uint32_t most = 0;
 #pragma unroll
       for (int i = 0; i < kKept; i++) most = kept[i].top(most);
@@ -221,6 +249,56 @@ __device__ __forceinline__ void multiply(int blocks, int count, uint32_t stages,
   wait_wgmma<0>();
   settle(d);
 }
+// The same with groups. of_weights: scales of the columns' groups; of_row: those of the row's.
+template <class S>
+__device__ __forceinline__ void multiply_groups(int blocks, int count, uint32_t stages, uint32_t x,
+                                                const float* of_weights, const float* of_row, Shared<S>& s,
+                                                float (&sums)[4]) {
+  constexpr int kStageGroups = S::kStageBlocks / kGroupBlocks;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  DynamicPipeline ring{count};
+#pragma unroll
+  for (int i = 0; i < 4; i++) sums[i] = 0;
+  of_weights += warp * kTileRows + lane / 4 * 2;
+  for (int b = 0; b < blocks; b += S::kStageBlocks, ring.next()) {
+    barrier_wait(&s.full[ring.stage], ring.parity);
+    const uint32_t stage = stages + ring.stage * kStageBytes;
+    float d[kStageGroups][4];
+    const auto add = [&](int j) {  // block j of the stage
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        Float8Tile<8>::multiply(d[j / kGroupBlocks], byte_descriptor(stage + j * kByteBlock + i * kStepBytes),
+                                row_descriptor(x + (b + j) * kByteRow + i * kStepBytes), i + j % kGroupBlocks > 0);
+    };
+    if (b + S::kStageBlocks <= blocks) {
+      begin_wgmma();
+#pragma unroll
+      for (int j = 0; j < S::kStageBlocks; j++) add(j);
+      commit_wgmma();
+    } else {
+#pragma unroll
+      for (int j = 0; j < S::kStageBlocks; j++) {
+        if (b + j >= blocks) break;
+        begin_wgmma();
+        add(j);
+        commit_wgmma();
+        wait_wgmma<0>();
+        settle(d[j / kGroupBlocks]);
+      }
+    }
+    wait_wgmma<0>();
+    if (lane == 0) barrier_arrive(&s.empty[ring.stage]);
+#pragma unroll
+    for (int g = 0; g < kStageGroups; g++) {
+      settle(d[g]);
+      const int group = b / kGroupBlocks + g;
+      if (b + g * kGroupBlocks >= blocks) break;
+      const float2 two = *reinterpret_cast<const float2*>(of_weights + group * kScaleWords);
+#pragma unroll
+      for (int i = 0; i < 4; i++) add_group(sums[i], i / 2 ? two.y : two.x, of_row[group], d[g][i]);
+    }
+  }
+}
 // The same for integers. scales: of these columns; of_rows: sums of these rows over the split-K part.
 template <class S>
 __device__ __forceinline__ void multiply_integers(int blocks, int count, uint2 scales, float2 of_rows,
@@ -260,6 +338,8 @@ __global__ void __launch_bounds__(kThreads)
   const Part part(k);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
+  // The scales of groups are behind the row: of the weights, then of the row.
+  const int of_groups = count * kStageBytes + k.length * S::kRowBlock + kBehindRow;
   if (S::kRows == 1) rows = 1;
   let_next_begin();  // the next kernel prefetches its weights as soon as there is room
   if (threadIdx.x == 0) {
@@ -272,7 +352,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if constexpr (!S::kAlone) cluster_arrive();
   if (warp == kWarps) {
-    if (elected()) copy_weights<S>(p, part, k, count, stages, s);
+    if (elected()) copy_weights<S>(p, part, k, count, stages, stages + of_groups, s);
     __syncwarp();
     if constexpr (!S::kAlone) cluster_wait();
     return;
@@ -307,7 +387,9 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (S::kForm == Form::integers)
     of_quants = *reinterpret_cast<const uint2*>(scales + warp * kTileRows + lane / 4 * 2);
   char* const row = shared + count * kStageBytes;
-  const float scale = make_row<S>(p, rows, part, k, row, s, [&] { ask(own); });
+  const float* const of_weights = reinterpret_cast<const float*>(shared + of_groups);
+  float* const of_row = reinterpret_cast<float*>(shared + of_groups) + groups_of(k.length) * kScaleWords;
+  const float scale = make_row<S>(p, rows, part, k, row, of_row, s, [&] { ask(own); });
   row_is_there<kWorkers>();
   float d[4];
   if constexpr (S::kForm == Form::integers) {
@@ -322,6 +404,8 @@ __global__ void __launch_bounds__(kThreads)
       of_rows.x = (float)sum;
     }
     multiply_integers<S>(part.blocks, count, of_quants, of_rows, shared, shared_address(row), s, d);
+  } else if constexpr (S::kGroups) {
+    multiply_groups<S>(part.blocks, count, stages, shared_address(row), of_weights, of_row, s, d);
   } else {
     multiply<S>(part.blocks, count, stages, shared_address(row), s, d);
   }
@@ -338,7 +422,7 @@ __global__ void __launch_bounds__(kThreads)
       float all = s.sums[0][at];
       for (int k_part = 1; k_part < k.count; k_part++) all = __fadd_rn(all, s.sums[k_part][at]);
       if constexpr (S::kForm == Form::float8) all = __fmul_rn(all, own.of_columns[j]);
-      if constexpr (S::kForm == Form::dtype16) return all;
+      if constexpr (S::kForm == Form::dtype16 || S::kGroups) return all;
       return __fmul_rn(all, S::kFrom == From::bytes ? p.bytes.scales[own.row] : scale);
     };
     if (p.gated) {
@@ -377,6 +461,7 @@ void start_bytes(const GemmArgs& p, const GemvPlan& room, const Queue& queue) {
 void gemv(const GemmArgs& p, const Queue& queue) {
   const GemvPlan room(p.w, 1, sm_count());
   if constexpr (kAllFormats) {
+    if (p.w.has_float_groups()) return start_bytes<Form::float_groups>(p, room, queue);
     if (p.w.kind == Kind::float8) return start_bytes<Form::float8>(p, room, queue);
     if (p.w.kind == Kind::integers) return start_bytes<Form::integers>(p, room, queue);
   }

@@ -16,7 +16,9 @@ constexpr int kLeastWidened = 128;    // fewer are not widened on any chip
 // The plan of clusters with 64 columns each, one CTA for each split-K part (gemm/gemv.cu).
 struct GemvPlan {
   static constexpr int kStageBytes = 16 << 10, kMaxStages = 12;
-  static constexpr int kRowTile = 8;  // rows of small_m's operand
+  static constexpr int kRowTile = 8;                         // rows of small_m's operand
+  static constexpr int kGroupBlocks = kFloatGroup / kBlock;  // blocks of K of a group of e4m3
+  AS_BOTH static constexpr int groups_of(int blocks) { return (blocks + kGroupBlocks - 1) / kGroupBlocks; }
   SplitK k;
   int stages = 0;  // stages of weights in a CTA's shared memory; 0: there is no room
   size_t shared = 0;
@@ -26,7 +28,8 @@ struct GemvPlan {
     constexpr int kMaxAtOnce = 3;                         // CTAs on an SM
     const int block_bytes = w.kind == Kind::dtype16 ? kBlockBytes : kBlockValues, row_bytes = block_bytes / kBlock;
     const int at_once = (blocks_of(w.n) * k.count + sms - 1) / sms, stage_blocks = kStageBytes / block_bytes;
-    const size_t row = (size_t)rows * k.length * row_bytes + kBehindRow,
+    const size_t scales = w.has_float_groups() ? groups_of(k.length) * (kScaleWords + 1) * sizeof(float) : 0;
+    const size_t row = (size_t)rows * k.length * row_bytes + kBehindRow + scales,
                  fixed = kFixed + rows * kMaxSplitK * kBlock * sizeof(float);
     stages = at_once > kMaxAtOnce ? 0 : std::min((k.length + stage_blocks - 1) / stage_blocks, kMaxStages);
     while (stages > 0 && kAll / at_once < stages * kStageBytes + row + fixed) stages--;

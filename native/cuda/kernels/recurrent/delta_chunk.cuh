@@ -7,28 +7,60 @@
 namespace as::cuda {
 namespace recurrent {
 
+// Barriers in shared memory at which warps arrive one by one.
+__device__ inline void init_arrivals(uint64_t* barrier, int warps) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(warps) : "memory");
+}
+__device__ inline void warp_arrives(uint64_t* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+__device__ inline void wait_arrivals(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+#define AS_WAIT "mbarrier.try_wait.parity.shared.b64"
+#else
+#define AS_WAIT "mbarrier.test_wait.parity.shared.b64"
+#endif
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: " AS_WAIT " done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#undef AS_WAIT
+}
+
 constexpr int kPairs = kChunkRows + 4;  // floats of a row of pairs
+AS_BOTH constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // Shared memory of a CTA that computes kC values of a head, for up to kRows rows of a chunk at a time.
 template <int kC, int kRows>
 struct ChunkMemory {
   static constexpr int kStride = kC + 8;                                                 // floats of a row of values
   static constexpr int kKeyRows = kRows < kChunkRows ? kChunkRows + kRows : kChunkRows;  // tiles may begin at any row
-  double* totals;                                                                        // of the chunk's rows
-  float *betas, *shrunk, *grown;  // of these: beta; the decay since the chunk's begin, and until its end
-  float *state, *keys, *queries;  // [padded, kStride], [kKeyRows, stride], [kRows, stride]
-  float* pairs;                   // [keys and queries, kRows, kPairs]
-  float *deltas, *known;          // [kChunkRows, kStride], [kBlock, kStride]
+  static constexpr int kBehind = 24;  // floats that advance() reads behind a chunk's last key
+  // Of each 32 values: counts warps that have stored what is known of a block, and that have solved a block.
+  uint64_t *stored, *solved;
+  double* totals;                     // of the chunk's rows
+  float *betas, *shrunk, *grown;      // of these: beta; the decay since the chunk's begin, and until its end
+  float *state, *keys, *queries;      // [padded, kStride], [kKeyRows, stride], [kRows, stride]
+  float* pairs;                       // [keys and queries, kRows, kPairs]
+  float *deltas, *known;              // [kChunkRows, kStride], [kBlock, kStride]
 
   __host__ __device__ static size_t bytes(int padded) {
-    return sizeof(float) * (2 * kChunkRows + 3 * kKeyRows + (size_t)(padded + kChunkRows + kBlock) * kStride +
-                            (kKeyRows + kRows) * (padded + 4) + 2 * kRows * kPairs);
+    return sizeof(uint64_t) * 2 * kC / 32 +
+           sizeof(float) * (2 * kChunkRows + 3 * kKeyRows + (size_t)(padded + kChunkRows + kBlock) * kStride +
+                            (kKeyRows + kRows) * (padded + 4) + 2 * kBehind + 2 * kRows * kPairs);
   }
   __device__ ChunkMemory(float* memory, int padded) {
-    totals = reinterpret_cast<double*>(memory), betas = memory + 2 * kChunkRows, shrunk = betas + kKeyRows;
+    stored = reinterpret_cast<uint64_t*>(memory), solved = stored + kC / 32;
+    totals = reinterpret_cast<double*>(solved + kC / 32), betas = reinterpret_cast<float*>(totals + kChunkRows);
+    shrunk = betas + kKeyRows;
     grown = shrunk + kKeyRows, state = grown + kKeyRows, deltas = state + padded * kStride;
     known = deltas + kChunkRows * kStride, keys = known + kBlock * kStride;
-    queries = keys + kKeyRows * (padded + 4), pairs = queries + kRows * (padded + 4);
+    queries = keys + kKeyRows * (padded + 4) + kBehind, pairs = queries + kRows * (padded + 4) + kBehind;
   }
 };
 
@@ -36,14 +68,20 @@ struct ChunkMemory {
 // on: of their keys, and of their queries, which are parts 0 and 1.
 template <bool kDelta, int kC, int kRows>
 struct ChunkWork {
-  static constexpr int kParts = kDelta ? 2 : 1,
-                       kGroups = kRows < kChunkRows ? 1 : (kDelta ? 2 : 4) * (kC == 32 ? 2 : 1),
-                       kTiles = kRows / 8 / kGroups, kValueWarps = kC / 32, kColumnWarps = kParts * kGroups,
+  static constexpr int kMostWarps = 16,  // more would have too few registers
+      kParts = kDelta ? 2 : 1, kValueWarps = kC / 32,
+                       kGroups = kRows < kChunkRows ? 1 : least(kMostWarps / kValueWarps / kParts, kRows / 8),
+                       kTiles = kRows / 8 / kGroups, kColumnWarps = kParts * kGroups,
                        kThreads = 32 * kValueWarps * kColumnWarps, kStride = ChunkMemory<kC, kRows>::kStride;
+#ifndef OVERLAP_FROM
+#define OVERLAP_FROM 64
+#endif
+  static constexpr bool kOverlaps = kDelta && kRows == kChunkRows && kC >= OVERLAP_FROM;
   const ChunkMemory<kC, kRows>& m;
   const int padded, stride;
   const int column_warp, part, column, value;  // first column of the warp; of the lane's four values
   int first = 0, count = 0, base = 0;
+  uint32_t parity = 0;
   float sums[kTiles][2][4];
 
   __device__ ChunkWork(const ChunkMemory<kC, kRows>& memory, const DeltaArgs& a)
@@ -55,6 +93,10 @@ struct ChunkWork {
         column(column_warp % kGroups * kTiles * 8),
         value(threadIdx.x / 32 % kValueWarps * 32 + threadIdx.x % 32 / 4 * 4) {}
 
+  // Called by all threads before a barrier.
+  __device__ void init() const {
+    if (threadIdx.x < kValueWarps) init_arrivals(m.stored + threadIdx.x, kGroups), init_arrivals(m.solved + threadIdx.x, 1);
+  }
   __device__ void take(int first_row, int rows, int base_row) { first = first_row, count = rows, base = base_row; }
   __device__ int row_of(int n) const { return base + column + 8 * n; }
   __device__ int last_block() const { return (first + count - 1) / kBlock; }
@@ -64,12 +106,13 @@ struct ChunkWork {
                             int width, bool aligned) const {
     load_rows(m.keys, stride, keys, s.key, kChunkRows, s.key, padded, aligned);
     load_rows(m.deltas, kStride, deltas, s.value, kChunkRows, width, kC, aligned);
-    for (int j = threadIdx.x; j < kChunkRows; j += kThreads) m.totals[j] = totals[j];
+    for (int j = threadIdx.x; j < kChunkRows; j += kThreads)
+      m.totals[j] = totals[j], m.shrunk[j] = decay_between(totals[j], 0.0);
   }
 
   // Zeros for deltas behind the last row, up to the end of its block.
-  __device__ void clear_deltas_behind() const {
-    for (int i = (first + count) * kC + threadIdx.x; i < (last_block() + 1) * kBlock * kC; i += kThreads)
+  __device__ void clear_deltas_behind(int thread = threadIdx.x, int threads = kThreads) const {
+    for (int i = (first + count) * kC + thread; i < (last_block() + 1) * kBlock * kC; i += threads)
       m.deltas[i / kC * kStride + i % kC] = 0;
   }
 
@@ -95,7 +138,7 @@ struct ChunkWork {
     for (int n = 0; n < kTiles; n++)
 #pragma unroll
       for (int i = 0; i < 8; i++) sums[n][i / 4][i % 4] = 0;
-#pragma unroll(kTiles == 1 ? 4 : 1)
+#pragma unroll(kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1)
     for (int k = 0; k < padded; k += 8) {
       const float* left = m.state + (k + t) * kStride + value;
       add_products(sums, four_at(left), four_at(left + 4 * kStride),
@@ -117,16 +160,45 @@ struct ChunkWork {
     for (int b = 0; b <= last_block(); b++) {
       if (kDelta && kBlock * (b + 1) > first) {
         if (part == 0) store_known(b);
-        wait_for_values();
+        wait_for_values<kColumnWarps>();
         if (column_warp == 0) solve(b);
         if (part == 1)
           for (; added < b; added++) add_deltas(added);
-        wait_for_values();
+        wait_for_values<kColumnWarps>();
       }
       if (part == 0 && b < last_block()) add_deltas(b);
     }
     if (part == 1)
       for (; added <= last_block(); added++) add_deltas(added);
+  }
+
+  // The same in two steps. First the deltas, by warps of keys: rows of the next block take a solved block's deltas at
+  // once, others while that next block is solved.
+  __device__ void solve_all() {
+    const int own = column / kBlock;
+    int added = 0;
+    for (int b = 0; b <= last_block(); b++) {
+      if (kBlock * (b + 1) > first) {
+        store_known(b);
+        warp_arrives(m.stored + values());
+        if (column_warp == 0) {
+          wait_arrivals(m.stored + values(), parity);
+          solve(b);
+          warp_arrives(m.solved + values());
+        } else if (kTiles <= 2 && own > b) {
+          for (; added < b; added++) add_deltas(added);
+        }
+        wait_arrivals(m.solved + values(), parity);
+        parity ^= 1;
+      }
+      if (kTiles > 2 ? b < last_block() : own == b + 1)
+        for (; added <= b; added++) add_deltas(added);
+    }
+  }
+
+  // Then the sums, by warps of queries.
+  __device__ void add_all() {
+    for (int b = 0; b <= last_block(); b++) add_deltas(b);
   }
 
   // Passes each row's sums to take(row, four values).
@@ -143,16 +215,17 @@ struct ChunkWork {
   }
 
   // The decays until the end of the chunk, from the totals of all its rows.
-  __device__ void grow() const {
-    for (int j = threadIdx.x; j < kChunkRows; j += kThreads)
+  __device__ void grow(int thread = threadIdx.x, int threads = kThreads) const {
+    for (int j = thread; j < kChunkRows; j += threads)
       m.grown[j] = decay_between(m.totals[kChunkRows - 1], m.totals[j]);
   }
 
   // The state after the chunk, after grow(). Keys and deltas are those of all its rows.
   __device__ void advance() {
-    constexpr int kWide = 4;  // tiles of 8 channels at a time; what is behind the last channel is read, but not used
+    // Tiles of 8 channels at a time; what is behind the last channel is read, but not used.
+    constexpr int kWide = least(4, kMostKeyDim / 8 / kColumnWarps);
     const int g = lane() / 4, t = lane() % 4;
-    const float factor = decay_between(m.totals[kChunkRows - 1], 0.0);
+    const float factor = m.shrunk[kChunkRows - 1];
     for (int c = column_warp * 8 * kWide; c < padded; c += kColumnWarps * 8 * kWide) {
       float next[kWide][2][4];
       float* own = m.state + (c + 2 * t) * kStride + value;
@@ -164,7 +237,7 @@ struct ChunkWork {
           next[n][0][e] = __fmul_rn(factor, four.x), next[n][0][2 + e] = __fmul_rn(factor, four.y);
           next[n][1][e] = __fmul_rn(factor, four.z), next[n][1][2 + e] = __fmul_rn(factor, four.w);
         }
-#pragma unroll 1
+#pragma unroll(4 / kWide)  // where a step is short, several
       for (int k = 0; k < kChunkRows; k += 8) {
         const float* left = m.deltas + (k + t) * kStride + value;
         const float* right = m.keys + (k + t) * stride + c + g;
@@ -207,9 +280,19 @@ struct ChunkWork {
   }
 
   __device__ void store_known(int b) const {
-    each_row([&](int i, const float4& four) {
-      if (i / kBlock == b) put_four(m.known + i % kBlock * kStride + value, four);
-    });
+    if constexpr (kRows == kChunkRows) {  // tiles lie in one block; rows that are not the work's are not read
+#pragma unroll
+      for (int n = 0; n < kTiles; n++)
+        if ((column + 8 * n) / kBlock == b) {
+          float* to = m.known + ((column + 8 * n) % kBlock + lane() % 4 * 2) * kStride + value;
+          put_four(to, make_float4(sums[n][0][0], sums[n][0][2], sums[n][1][0], sums[n][1][2]));
+          put_four(to + kStride, make_float4(sums[n][0][1], sums[n][0][3], sums[n][1][1], sums[n][1][3]));
+        }
+    } else {
+      each_row([&](int i, const float4& four) {
+        if (i / kBlock == b) put_four(m.known + i % kBlock * kStride + value, four);
+      });
+    }
   }
 
   // Forward substitution in block b, by a warp that has a value a thread.
@@ -219,19 +302,35 @@ struct ChunkWork {
     const float *known = m.known + d, *pairs = m.pairs + b * kBlock;
     if constexpr (kRows == kChunkRows) {
       pairs += b * kBlock * kPairs;
-      float own[kBlock], delta[kBlock];  // nothing is stored before the end, so that loads need not wait
+      // Row after row: its delta, then what later rows take from it, with factors that were loaded two rows before.
+      // Left to itself, the compiler would form the sum of each later row as a chain, which takes longer; it moves
+      // neither these loads nor, past keep(), sums from one row to the next.
+      const int begin = first - b * kBlock, end = begin + count;
+      const float* betas = m.betas + b * kBlock;
+      constexpr int kAhead = 2;
+      float own[kBlock], factors[kAhead + 1][kBlock], values[kAhead + 1], rates[kAhead + 1];
+      const auto load = [&](int j) {
+        if (j >= kBlock) return;
+        const int place = j % (kAhead + 1);
+        values[place] = load_here(deltas + j * kStride), rates[place] = load_here(betas + j);
 #pragma unroll
-      for (int r = 0; r < kBlock; r++) own[r] = known[r * kStride], delta[r] = deltas[r * kStride];
+        for (int r = (j + 1) / 4 * 4; r < kBlock; r += 4) load_four_here(pairs + j * kPairs + r, &factors[place][r]);
+      };
+#pragma unroll
+      for (int j = 0; j < kAhead; j++) load(j);
+#pragma unroll
+      for (int r = 0; r < kBlock; r++) own[r] = load_here(known + r * kStride);
 #pragma unroll
       for (int j = 0; j < kBlock; j++) {
-        const int i = kBlock * b + j;
-        if (i >= first) delta[j] = __fmul_rn(m.betas[i], __fsub_rn(delta[j], own[j]));
+        if (j >= end) break;
+        load(j + kAhead);
+        const int place = j % (kAhead + 1);
+        const float solved = __fmul_rn(rates[place], __fsub_rn(values[place], own[j])),
+                    delta = j >= begin ? solved : values[place];
+        deltas[j * kStride] = delta;
 #pragma unroll
-        for (int r = j + 1; r < kBlock; r++) own[r] = fmaf(pairs[r * kPairs + j], delta[j], own[r]);
+        for (int r = j + 1; r < kBlock; r++) own[r] = fmaf(factors[place][r], delta, own[r]), keep(own[r]);
       }
-#pragma unroll
-      for (int r = 0; r < kBlock; r++)
-        if (kBlock * b + r < first + count) deltas[r * kStride] = delta[r];
     } else {
       const int begin = max(first - b * kBlock, 0), end = min(first + count - b * kBlock, kBlock);
       pairs += (b * kBlock - base) * kPairs;
@@ -243,9 +342,26 @@ struct ChunkWork {
     }
   }
 
-  __device__ void wait_for_values() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / 32 % kValueWarps), "n"(32 * kColumnWarps) : "memory");
+  // A load from shared memory that stays where it is written.
+  __device__ static float load_here(const float* p) {
+    float x;
+    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(p)) : "memory");
+    return x;
   }
+  __device__ static void load_four_here(const float* p, float* x) {
+    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(shared_address(p))
+                 : "memory");
+  }
+  // The compiler works out x here, not where it is needed.
+  __device__ static void keep(float& x) { asm volatile("" : "+f"(x)); }
+  // Waits for the kWarps warps of the same values that call it.
+  template <int kWarps>
+  __device__ void wait_for_values() const {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / 32 % kValueWarps), "n"(32 * kWarps) : "memory");
+  }
+  __device__ static int values() { return threadIdx.x / 32 % kValueWarps; }
   __device__ static int lane() { return threadIdx.x % 32; }
 };
 
