@@ -6,6 +6,7 @@ By default only a part runs; -m "slow or not slow" runs all.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -20,11 +21,13 @@ pytest.importorskip("transformers.models.deepseek_v4")
 from safetensors.numpy import load_file as load_numpy, save_file as save_numpy
 from safetensors.torch import load_file, save_file
 
-from allspark_client import AsCacheMode
+from allspark_client import AsCacheMode, AsModelConfig
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
+from allspark_server.cache.host_cache import CopyCosts
 from allspark_server.models.cache_groups import MAX_GROUPS, CacheGroup, place_rows
 from allspark_server.models.config import read_config
+from allspark_server.runtime.host_cache import HEADER
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
 from support.checkpoints import PROMPT_LENGTHS, check_logits, checkpoint, prompt_of, reference_logits, write_checkpoint
@@ -109,6 +112,54 @@ def test_a_history_may_be_cut_at_every_offset(name):
         for offset in range(72):
             again = driver.generate([*prompt, *tokens[:offset]], 1, chunk=50)[1][0]
             np.testing.assert_array_equal(again, logits[offset])
+
+
+@pytest.mark.parametrize("cache", ["float32", "bfloat16"])
+def test_any_size_of_spans_gives_the_same_bits(cache):
+    prompt, found = prompt_of(300, seed=4), []
+    for size in (16, 32, 128):
+        with Driver(checkpoint("deepseek-v4-wide"), 1, cache_span_size=size, cache_dtype=cache) as driver:
+            found.append([row.tobytes() for row in driver.generate(prompt, 3, chunk=70)[1]])
+    assert found[0] == found[1] == found[2]
+
+
+GREEDY = {"max_new_tokens": 60, "eos_token_id": -1, "do_sample": False}
+
+
+@contextlib.contextmanager
+def answering(engine, name, **fields):
+    """A function that answers a prompt greedily, with a model in an engine; and the engine's statistics."""
+    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint("deepseek-v4")), num_threads=2,
+                                       engine_max_batch=2, engine_max_length=900, **fields))
+    engine.start_model(name)
+
+    def answer(prompt):
+        _, _, results = engine.start_request(name, {"input_ids": prompt}, GREEDY)
+        return [i for part in results for i in part.ids_from_generate]
+
+    yield answer, lambda: engine.get_as_engine_stat(name)
+    engine.release_model(name)
+
+
+def test_drafts_and_spans_of_the_host_cache(engine_of, monkeypatch):
+    """Answers do not change: with drafts that are accepted or not, and where a prompt's beginning was evicted."""
+    monkeypatch.setattr(CopyCosts, "worthwhile", lambda self: True)
+    engine, repeated = engine_of("engine"), prompt_of(40, seed=1) * 6
+    prompts = [repeated, prompt_of(333, seed=2), [*repeated, *prompt_of(30, seed=3)]]
+    with answering(engine, "plain", enable_prefix_cache=False) as (answer, _):
+        expected = [answer(prompt) for prompt in prompts]
+    with answering(engine, "drafts", speculation="prompt_lookup", enable_prefix_cache=True) as (answer, stat):
+        assert [answer(prompt) for prompt in prompts] == expected
+        assert stat().prefix_cache_hit_token > 0
+        info = engine.get_model_info("drafts")
+    span = info.cache_bytes // info.num_spans
+    fields = {"cache_memory": span * 170, "host_cache_memory": (span + 96) * 900 + 2 * HEADER}
+    with answering(engine, "host", enable_prefix_cache=True, **fields) as (answer, stat):
+        assert [answer(prompt) for prompt in prompts] == expected
+        for seed in range(5):
+            answer(prompt_of(600, seed=seed))
+        assert [answer(prompt) for prompt in prompts] == expected
+        assert stat().prefix_cache_host_token > 0
 
 
 @slow
