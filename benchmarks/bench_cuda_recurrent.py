@@ -1,8 +1,8 @@
 """Times the ops of layers with a gated delta rule on a GPU: 6 such layers and one of attention, in the shape of
 Qwen3.6-35B-A3B without its experts, random weights in bfloat16; or state spaces in the shape of Nemotron-3-Nano-30B-A3B
-(64 heads of 64, 8 groups of 128); or the rule with a decay for each channel in the shape of Kimi-Linear-48B-A3B (32 heads
-of 128). Prints the microseconds of an op in a layer, the part of the GPU's memory bandwidth that its bytes are, and what
-30 such layers take of a step or of a prompt's token.
+(64 heads of 64, 8 groups of 128); or the rule with a decay for each channel in the shape of Kimi-Linear-48B-A3B (32
+heads of 128). Prints the microseconds of an op in a layer, the part of the GPU's memory bandwidth that its bytes are,
+and what 30 such layers take of a step or of a prompt's token.
 
 `python bench_cuda_recurrent.py [device] [delta|ssd|channels]`
 """

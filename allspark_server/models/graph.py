@@ -549,8 +549,8 @@ class Graph:
     def gated_delta(self, x: Tensor, gates: Tensor, prefix: str, key_dim: int, value_dim: int,
                     out: str = "recalled") -> Tensor:
         """The gated delta rule for [queries | keys | values] and [a | b], see the table of ops. The checkpoint has
-        `prefix`.A_log and `prefix`.dt_bias. There is a decay for each value head or, if `a` is so wide, for each channel
-        of its key.
+        `prefix`.A_log and `prefix`.dt_bias. There is a decay for each value head or, if `a` is so wide, for each
+        channel of its key.
         """
         decays, heads = gates.blocks
         weights = tuple(self.vector(f"{prefix}.{name}", block.width, block.split)

@@ -1,5 +1,5 @@
-"""Kimi Linear: three of four layers have the gated delta rule with a decay for each channel (KDA, arXiv 2510.26692), the
-others latent attention without rotary embedding. A few dense layers, then experts as in DeepSeek-V3.
+"""Kimi Linear: three of four layers have the gated delta rule with a decay for each channel (KDA, arXiv 2510.26692),
+the others latent attention without rotary embedding. A few dense layers, then experts as in DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class PrefixedModel(Renamed):
 
 
 class BlockSparseMoe(Renamed):
-    """A checkpoint of Kimi Linear with DeepSeek's names for MLPs and experts, and one prefix for all of a layer's gates."""
+    """A checkpoint of Kimi Linear with DeepSeek's names for MLPs and experts."""
 
     PARTS = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."),
              (".self_attn.forget_gate.", ".self_attn."))

@@ -1,6 +1,6 @@
-"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1, Kimi Linear) against
-transformers, and their properties: the same bits in every batch and however a history is cut, checkpoints of states in
-the prefix cache and its host tier.
+"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1, Kimi Linear)
+against transformers, and their properties: the same bits in every batch and however a history is cut, checkpoints of
+states in the prefix cache and its host tier.
 
 By default only a part runs; -m "slow or not slow" runs all.
 """
@@ -316,8 +316,8 @@ def test_a_checkpoint_of_kimi_linear_as_published(tmp_path):
         ("num_heads", "num_heads"), ("head_dim", "head_dim"), ("short_conv_kernel_size", "conv_kernel_dim"))}
     for name in ("layer_types", "mlp_layer_types"):
         del values[name]
-    values |= {"linear_attn_config": {**own, **LAYERS}, "first_k_dense_replace": 1, "mla_use_nope": True, "head_dim": 10,
-               "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "moe_layer_freq": 1,
+    values |= {"linear_attn_config": {**own, **LAYERS}, "first_k_dense_replace": 1, "mla_use_nope": True,
+               "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "moe_layer_freq": 1, "head_dim": 10,
                "num_nextn_predict_layers": 0, "rope_scaling": None, "rope_theta": 10000.0}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert read_config(tmp_path) == read_config(source)

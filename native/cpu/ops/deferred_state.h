@@ -56,8 +56,8 @@ class DeferredState : public BoundOp {
         bytes_(deferred_state_bytes(group, key, value, decays)),
         pages_(b.slot_pages({units * bytes_.state, units * bytes_.recent})) {
     for (int i = 0; i < core_.pool.size(); i++)
-      own_.push_back({std::vector<float>(key * kChunk), std::vector<float>(key),
-                      std::vector<float>((size_t)group * key * value)});
+      own_.push_back(
+          {std::vector<float>(key * kChunk), std::vector<float>(key), std::vector<float>((size_t)group * key * value)});
   }
 
   // Computes rows [first, first + count) of the chunk that begins at position `at`; `row` is the first one's row of the

@@ -1,9 +1,9 @@
 // gated_delta: the gated delta rule (docs/decisions/recurrent.md). A unit is a key head with its value heads; its keys
 // are normalized, and a delta is the solution for its row.
 //
-// With a decay for each channel, no exponential is taken for a pair of rows: what is left of a key at a later row is the
-// key times the factors e^decay of the rows between, multiplied from the later row backwards. So it depends on no other
-// row, and nothing can overflow. Over whole chunks decays are summed in double instead: rounding does not add up.
+// With a decay for each channel, no exponential is taken for a pair of rows: what is left of a key at a later row is
+// the key times the factors e^decay of the rows between, multiplied from the later row backwards. So it depends on no
+// other row, and nothing can overflow. Over whole chunks decays are summed in double instead: rounding does not add up.
 #include <cmath>
 
 #include "cpu/ops/deferred_state.h"

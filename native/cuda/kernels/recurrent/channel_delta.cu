@@ -44,9 +44,9 @@ __global__ void __launch_bounds__(ChannelWork<kC>::kThreads, 1) channel_kernel(D
     const StateItem item = rows.items[z];
     if (item.slot < 0 || (kShort && is_one_row(item))) continue;
     Work work(memory, a, item, head, begin);
-    const HeadState<kC, Work::kStride> state{
-        work.m.state, a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value + begin, s.key, s.value,
-        width};
+    const HeadState<kC, Work::kStride> state{work.m.state,
+                                             a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value + begin,
+                                             s.key, s.value, width};
     const int end = item.start + item.count, kept = kept_of(item);
     int at = item.position;
     state.load(item.start == 0, a.padded, a.aligned);
@@ -85,28 +85,28 @@ __global__ void __launch_bounds__(128) keep_rows_kernel(DeltaArgs a, StateRows r
   keep_rows(a, rows.items[rows.short_items + blockIdx.y], blockIdx.x);
 }
 
-template <int kC, bool kShort>
+// The more values a CTA has, the more warps it has, and the fewer CTAs weigh the same rows.
+template <bool kShort>
 void launch(const DeltaArgs& a, const StateRows& rows, int items, const Queue& queue) {
-  start(queue, channel_kernel<kC, kShort>, dim3(ceil_div(a.p.shape.value, kC), a.p.shape.heads, items),
-        ChannelWork<kC>::kThreads, ChannelMemory<kC>::bytes(a.padded), a, rows);
+  const auto start_with = [&](auto kernel, int values, int threads, size_t bytes) {
+    start(queue, kernel, dim3(ceil_div(a.p.shape.value, values), a.p.shape.heads, items), threads, bytes, a, rows);
+  };
+  if (const size_t bytes = ChannelMemory<64>::bytes(a.padded); a.p.shape.value > 32 && (int)bytes <= max_shared())
+    start_with(channel_kernel<64, kShort>, 64, ChannelWork<64>::kThreads, bytes);
+  else start_with(channel_kernel<32, kShort>, 32, ChannelWork<32>::kThreads, ChannelMemory<32>::bytes(a.padded));
 }
 
 }  // namespace
 
 void channel_delta(const DeltaArgs& a, const StateRows& rows, const Queue& queue) {
-  const DeltaShape& s = a.p.shape;
   if (rows.short_items) {
     single_channel_rows(a, rows, queue);
     constexpr int kMostItems = 2;  // at a time: few items are left, and CTAs that find none take time, too
-    launch<32, true>(a, rows, std::min(rows.short_items, kMostItems), queue);
+    launch<true>(a, rows, std::min(rows.short_items, kMostItems), queue);
   }
   if (rows.long_items) {
-    // The fewest parts of a head that occupy the GPU: each of them weighs the rows.
-    const bool wide = s.value > 32 && 2 * s.heads * rows.long_items * ceil_div(s.value, 64) >= sm_count();
-    if (wide && (int)ChannelMemory<64>::bytes(a.padded) <= max_shared())
-      launch<64, false>(a, rows, rows.long_items, queue);
-    else launch<32, false>(a, rows, rows.long_items, queue);
-    start(queue, keep_rows_kernel, dim3(s.heads, rows.long_items), 128, 0, a, rows);
+    launch<false>(a, rows, rows.long_items, queue);
+    start(queue, keep_rows_kernel, dim3(a.p.shape.heads, rows.long_items), 128, 0, a, rows);
   }
 }
 

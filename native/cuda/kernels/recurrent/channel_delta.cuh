@@ -113,10 +113,10 @@ struct ChannelWork {
   const ChannelRing ring;
   const int head, begin, padded, stride;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int own = warp / kValueWarps;                     // block of rows
-  const int value = warp % kValueWarps * 32 + g * 4;      // first of the lane's four values
-  int first = 0, count = 0, row = 0;                      // row: of the step, of the chunk's row `first`
-  float sums[4][2][4];                                    // tiles of 8 rows: keys', keys', queries', queries'
+  const int own = warp / kValueWarps;                 // block of rows
+  const int value = warp % kValueWarps * 32 + g * 4;  // first of the lane's four values
+  int first = 0, count = 0, row = 0;                  // row: of the step, of the chunk's row `first`
+  float sums[4][2][4];                                // tiles of 8 rows: keys', keys', queries', queries'
 
   __device__ ChannelWork(float* memory, const DeltaArgs& args, const StateItem& of, int of_head, int from)
       : m(memory, args.padded),
@@ -182,8 +182,8 @@ struct ChannelWork {
     for (int n = 0; n < kEach; n++)
       if (const int i = first + warp + n * kWarps; i < first + count) {
         const int block = i / kBlock * kBlock;
-        const float taken = weigh_in_block(m.keys + block * stride, m.queries + i * stride,
-                                           m.behind + block * stride, stride, padded, i % kBlock, passed[n]);
+        const float taken = weigh_in_block(m.keys + block * stride, m.queries + i * stride, m.behind + block * stride,
+                                           stride, padded, i % kBlock, passed[n]);
         pair(lane / kBlock, i)[block + lane % kBlock] = taken;
       }
     __syncthreads();
@@ -287,9 +287,8 @@ struct ChannelWork {
       for (int k = 0; k < kChunkRows; k += 8) {
         const float* left = m.deltas + (k + t) * kStride + value;
         const float *keys = m.behind + (k + t) * stride + c + g, *later = chain(kBlocks, k / kBlock + 1) + c + g;
-        add_products(next, four_at(left), four_at(left + 4 * kStride), [&](int n, int half) {
-          return __fmul_rn(keys[half * 4 * stride + 8 * n], later[8 * n]);
-        });
+        add_products(next, four_at(left), four_at(left + 4 * kStride),
+                     [&](int n, int half) { return __fmul_rn(keys[half * 4 * stride + 8 * n], later[8 * n]); });
       }
 #pragma unroll
       for (int n = 0; n < kWide; n++)
@@ -325,9 +324,8 @@ struct ChannelWork {
   __device__ auto right_of(int b, int k, const float* past) const {
     const float *keys = m.keys + (b * kBlock + g) * stride + k + t, *factors = past + k + t;
     const int rows = 8 * stride, queries = m.queries - m.keys;
-    return [=](int n, int half) {
-      return __fmul_rn(keys[n / 2 * queries + n % 2 * rows + half * 4], factors[half * 4]);
-    };
+    return
+        [=](int n, int half) { return __fmul_rn(keys[n / 2 * queries + n % 2 * rows + half * 4], factors[half * 4]); };
   }
   __device__ float* pair(int part, int i) const { return m.pairs + (part * kChunkRows + i) * kPairs; }
 
@@ -337,9 +335,8 @@ struct ChannelWork {
 #pragma unroll
     for (int k = b * kBlock; k < (b + 1) * kBlock; k += 8) {
       const float* left = m.deltas + (k + t) * kStride + value;
-      add_products<kFrom>(sums, four_at(left), four_at(left + 4 * kStride), [&](int n, int half) {
-        return pair(n / 2, own * kBlock + n % 2 * 8 + g)[k + t + half * 4];
-      });
+      add_products<kFrom>(sums, four_at(left), four_at(left + 4 * kStride),
+                          [&](int n, int half) { return pair(n / 2, own * kBlock + n % 2 * 8 + g)[k + t + half * 4]; });
     }
   }
 

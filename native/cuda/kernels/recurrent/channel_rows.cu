@@ -12,9 +12,9 @@ constexpr int kThreads = 32 * (kValueWarps + kKeyWarps);
 constexpr int kAhead = 4;  // steps of 8 channels, of which a thread's loads are under way
 
 struct RowMemory {
-  float *keys, *behind;              // [64, stride], as in ChannelMemory
-  float *query, *passed;             // [stride]; [key and query, stride], times the factors of their block up to them
-  float *whole, *between;            // [kBlocks, stride]: the factors of block b, and of those between it and the row's
+  float *keys, *behind;    // [64, stride], as in ChannelMemory
+  float *query, *passed;   // [stride]; [key and query, stride], times the factors of their block up to them
+  float *whole, *between;  // [kBlocks, stride]: the factors of block b, and of those between it and the row's
   float *past, *k_weights, *q_weights;  // [stride]: the factors of all blocks before; [64]
 
   static size_t bytes(int stride) {
@@ -121,8 +121,7 @@ __global__ void __launch_bounds__(kThreads, 2) single_rows_kernel(DeltaArgs a, S
         multiply_keys(products, m.behind + b * kBlock * stride + k, stride, right_of(k, m.between + b * stride));
       if (t == 0)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-          (e % 2 ? m.q_weights : m.k_weights)[b * kBlock + g + e / 2 * 8] = products[0][0][e];
+        for (int e = 0; e < 4; e++) (e % 2 ? m.q_weights : m.k_weights)[b * kBlock + g + e / 2 * 8] = products[0][0][e];
     }
   } else if (there) {
 #pragma unroll 1
@@ -163,7 +162,8 @@ __global__ void __launch_bounds__(kThreads, 2) single_rows_kernel(DeltaArgs a, S
 #pragma unroll
   for (int r = 0; r < kBlock - 1; r++)
     if (last + r < i) known = fmaf(m.k_weights[last + r], parts[r], known);
-  const float beta = 1.0f / (1.0f + expf(-a.p.gates[((size_t)item.row * s.heads) * (s.key + 1) + s.heads * s.key + head]));
+  const float beta =
+      1.0f / (1.0f + expf(-a.p.gates[((size_t)item.row * s.heads) * (s.key + 1) + s.heads * s.key + head]));
   float delta = 0;
   if (d < s.value) {
     delta = __fmul_rn(beta, __fsub_rn(x[a.v_at + head * s.value + d], known));
