@@ -7,31 +7,6 @@
 namespace as::cuda {
 namespace recurrent {
 
-// Barriers in shared memory at which warps arrive one by one.
-__device__ inline void init_arrivals(uint64_t* barrier, int warps) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(warps) : "memory");
-}
-__device__ inline void warp_arrives(uint64_t* barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0)
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
-                 : "memory");
-}
-__device__ inline void wait_arrivals(uint64_t* barrier, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-#define AS_WAIT "mbarrier.try_wait.parity.shared.b64"
-#else
-#define AS_WAIT "mbarrier.test_wait.parity.shared.b64"
-#endif
-  asm volatile(
-      "{ .reg .pred done;\n"
-      "again: " AS_WAIT " done, [%0], %1;\n"
-      "@!done bra again; }" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-#undef AS_WAIT
-}
-
 constexpr int kPairs = kChunkRows + 4;  // floats of a row of pairs
 AS_BOTH constexpr int least(int a, int b) { return a < b ? a : b; }
 
@@ -41,8 +16,6 @@ struct ChunkMemory {
   static constexpr int kStride = kC + 8;                                                 // floats of a row of values
   static constexpr int kKeyRows = kRows < kChunkRows ? kChunkRows + kRows : kChunkRows;  // tiles may begin at any row
   static constexpr int kBehind = 24;  // floats that advance() reads behind a chunk's last key
-  // Of each 32 values: counts warps that have stored what is known of a block, and that have solved a block.
-  uint64_t *stored, *solved;
   double* totals;                     // of the chunk's rows
   float *betas, *shrunk, *grown;      // of these: beta; the decay since the chunk's begin, and until its end
   float *state, *keys, *queries;      // [padded, kStride], [kKeyRows, stride], [kRows, stride]
@@ -50,14 +23,11 @@ struct ChunkMemory {
   float *deltas, *known;              // [kChunkRows, kStride], [kBlock, kStride]
 
   __host__ __device__ static size_t bytes(int padded) {
-    return sizeof(uint64_t) * 2 * kC / 32 +
-           sizeof(float) * (2 * kChunkRows + 3 * kKeyRows + (size_t)(padded + kChunkRows + kBlock) * kStride +
+    return sizeof(float) * (2 * kChunkRows + 3 * kKeyRows + (size_t)(padded + kChunkRows + kBlock) * kStride +
                             (kKeyRows + kRows) * (padded + 4) + 2 * kBehind + 2 * kRows * kPairs);
   }
   __device__ ChunkMemory(float* memory, int padded) {
-    stored = reinterpret_cast<uint64_t*>(memory), solved = stored + kC / 32;
-    totals = reinterpret_cast<double*>(solved + kC / 32), betas = reinterpret_cast<float*>(totals + kChunkRows);
-    shrunk = betas + kKeyRows;
+    totals = reinterpret_cast<double*>(memory), betas = memory + 2 * kChunkRows, shrunk = betas + kKeyRows;
     grown = shrunk + kKeyRows, state = grown + kKeyRows, deltas = state + padded * kStride;
     known = deltas + kChunkRows * kStride, keys = known + kBlock * kStride;
     queries = keys + kKeyRows * (padded + 4) + kBehind, pairs = queries + kRows * (padded + 4) + kBehind;
@@ -73,15 +43,13 @@ struct ChunkWork {
                        kGroups = kRows < kChunkRows ? 1 : least(kMostWarps / kValueWarps / kParts, kRows / 8),
                        kTiles = kRows / 8 / kGroups, kColumnWarps = kParts * kGroups,
                        kThreads = 32 * kValueWarps * kColumnWarps, kStride = ChunkMemory<kC, kRows>::kStride;
-#ifndef OVERLAP_FROM
-#define OVERLAP_FROM 64
-#endif
-  static constexpr bool kOverlaps = kDelta && kRows == kChunkRows && kC >= OVERLAP_FROM;
+  // Whether keys are solved while queries are multiplied with the state. With 32 values a block is solved by one warp
+  // of 16, for which the others then wait longer.
+  static constexpr bool kOverlaps = kDelta && kRows == kChunkRows && kC > 32;
   const ChunkMemory<kC, kRows>& m;
   const int padded, stride;
   const int column_warp, part, column, value;  // first column of the warp; of the lane's four values
   int first = 0, count = 0, base = 0;
-  uint32_t parity = 0;
   float sums[kTiles][2][4];
 
   __device__ ChunkWork(const ChunkMemory<kC, kRows>& memory, const DeltaArgs& a)
@@ -93,10 +61,6 @@ struct ChunkWork {
         column(column_warp % kGroups * kTiles * 8),
         value(threadIdx.x / 32 % kValueWarps * 32 + threadIdx.x % 32 / 4 * 4) {}
 
-  // Called by all threads before a barrier.
-  __device__ void init() const {
-    if (threadIdx.x < kValueWarps) init_arrivals(m.stored + threadIdx.x, kGroups), init_arrivals(m.solved + threadIdx.x, 1);
-  }
   __device__ void take(int first_row, int rows, int base_row) { first = first_row, count = rows, base = base_row; }
   __device__ int row_of(int n) const { return base + column + 8 * n; }
   __device__ int last_block() const { return (first + count - 1) / kBlock; }
@@ -180,16 +144,11 @@ struct ChunkWork {
     for (int b = 0; b <= last_block(); b++) {
       if (kBlock * (b + 1) > first) {
         store_known(b);
-        warp_arrives(m.stored + values());
-        if (column_warp == 0) {
-          wait_arrivals(m.stored + values(), parity);
-          solve(b);
-          warp_arrives(m.solved + values());
-        } else if (kTiles <= 2 && own > b) {
+        wait_for_values<kGroups>();
+        if (column_warp == 0) solve(b);
+        else if (kTiles <= 2 && own > b)
           for (; added < b; added++) add_deltas(added);
-        }
-        wait_arrivals(m.solved + values(), parity);
-        parity ^= 1;
+        wait_for_values<kGroups>();
       }
       if (kTiles > 2 ? b < last_block() : own == b + 1)
         for (; added <= b; added++) add_deltas(added);
@@ -300,11 +259,29 @@ struct ChunkWork {
     const int d = value - lane() / 4 * 4 + lane();
     float* deltas = m.deltas + b * kBlock * kStride + d;
     const float *known = m.known + d, *pairs = m.pairs + b * kBlock;
-    if constexpr (kRows == kChunkRows) {
+    if constexpr (kRows == kChunkRows && !kOverlaps) {
       pairs += b * kBlock * kPairs;
-      // Row after row: its delta, then what later rows take from it, with factors that were loaded two rows before.
-      // Left to itself, the compiler would form the sum of each later row as a chain, which takes longer; it moves
-      // neither these loads nor, past keep(), sums from one row to the next.
+      // Nothing is stored before the end, and nothing branches, so that loads need not wait. Deltas of rows before
+      // these stay, those of rows behind them are zero.
+      const int begin = first - b * kBlock, end = begin + count;
+      float own[kBlock], delta[kBlock];
+#pragma unroll
+      for (int r = 0; r < kBlock; r++) own[r] = known[r * kStride], delta[r] = deltas[r * kStride];
+#pragma unroll
+      for (int j = 0; j < kBlock; j++) {
+        const float solved = __fmul_rn(m.betas[kBlock * b + j], __fsub_rn(delta[j], own[j]));
+        delta[j] = j >= begin ? solved : delta[j];
+#pragma unroll
+        for (int r = j + 1; r < kBlock; r++) own[r] = fmaf(pairs[r * kPairs + j], delta[j], own[r]);
+      }
+#pragma unroll
+      for (int r = 0; r < kBlock; r++) deltas[r * kStride] = r < end ? delta[r] : 0.0f;
+    } else if constexpr (kRows == kChunkRows) {
+      pairs += b * kBlock * kPairs;
+      // A factor of row r for row j is in pairs[j][r]. Row after row: its delta, then what later rows take from it,
+      // with factors that were loaded two rows before. Left to itself, the compiler would form the sum of each later
+      // row as a chain, which takes longer; it moves neither these loads nor, past keep(), sums from one row to the
+      // next.
       const int begin = first - b * kBlock, end = begin + count;
       const float* betas = m.betas + b * kBlock;
       constexpr int kAhead = 2;
@@ -361,7 +338,6 @@ struct ChunkWork {
   __device__ void wait_for_values() const {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / 32 % kValueWarps), "n"(32 * kWarps) : "memory");
   }
-  __device__ static int values() { return threadIdx.x / 32 % kValueWarps; }
   __device__ static int lane() { return threadIdx.x % 32; }
 };
 

@@ -113,7 +113,6 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
   const int tid = threadIdx.x;
   ChunkMemory<kC, kChunkRows> m(memory, a.padded);
   Work work(m, a);
-  if (Work::kOverlaps) work.init();
   const Ring ring = ring_of(a, item.slot);
   const float* ring_keys = ring.keys + (size_t)key_head * kRing * s.key;
   const double* ring_totals = ring.totals + (size_t)head * kRing;
@@ -212,8 +211,8 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
     if (tid < count) m.shrunk[first + tid] = decay_between(m.totals[first + tid], 0.0);  // the thread's own copy
     __syncthreads();
     if (!kOverlaps || !has_keys) load_second(position, first, count), commit_copies();
-    // Products times the decays between their rows; a thread has copied those of queries itself. Of keys of the same
-    // block, which solve() reads, row and column change places.
+    // Products times the decays between their rows; a thread has copied those of queries itself. If kOverlaps, row and
+    // column change places of keys of the same block, which solve() reads.
     const auto weigh = [&] {
       work.clear_deltas_behind(own, kSharing);
       if (first + count == kChunkRows) work.grow(own, kSharing);
@@ -230,7 +229,7 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
                                        j + 3 > i ? 0.0f : __fmul_rn(factors[3], query.w)));
         if (!kDelta) return;
         const int block = i / kBlock * kBlock;
-        if (j < block) {
+        if (!kOverlaps || j < block) {
           const float4 key = four_at(of_key);
           put_four(of_key, make_float4(__fmul_rn(factors[0], key.x), __fmul_rn(factors[1], key.y),
                                        __fmul_rn(factors[2], key.z), __fmul_rn(factors[3], key.w)));
