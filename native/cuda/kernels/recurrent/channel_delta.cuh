@@ -13,13 +13,18 @@ constexpr int kBlocks = kChunkRows / kBlock;
 struct ChannelDecay {
   float log, factor;
 
-  __device__ ChannelDecay(const GatedDelta& p, int row, int head, int c) {
-    const DeltaShape& s = p.shape;
-    const int i = head * s.key + c;
-    const float x = p.gates[(size_t)row * s.heads * (s.key + 1) + i] + p.dt_bias[i];
-    log = __fmul_rn(-expf(p.a_log[head]), fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+  __device__ ChannelDecay(float a, float bias, float rate) {
+    const float x = a + bias;
+    log = __fmul_rn(rate, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
     factor = expf(log);
   }
+  __device__ ChannelDecay(const GatedDelta& p, int row, int head, int c)
+      : ChannelDecay(gates_of(p, row)[head * p.shape.key + c], p.dt_bias[head * p.shape.key + c], rate_of(p, head)) {}
+
+  __device__ static const float* gates_of(const GatedDelta& p, int row) {
+    return p.gates + (size_t)row * p.shape.heads * (p.shape.key + 1);
+  }
+  __device__ static float rate_of(const GatedDelta& p, int head) { return -expf(p.a_log[head]); }
 };
 
 // A slot's ring for a head: decays and their factors, [kRing, key] each, take the place of the totals of delta.cuh.
@@ -146,20 +151,23 @@ struct ChannelWork {
               a.aligned);
     for (int i = (first + count) * kC + threadIdx.x; i < (last_block() + 1) * kBlock * kC; i += kThreads)
       m.deltas[i / kC * kStride + i % kC] = 0;
-    const float scale = __fdiv_rn(1.0f, sqrtf((float)s.key));
-    for (int i = warp; i < 2 * count; i += kWarps) {
-      const float* from = x + (size_t)(i / 2) * a.width + key_head * s.key;
-      if (i % 2 == 0) take_head<true>(from + a.k_at, s.key, padded, 1.0f, m.keys + (first + i / 2) * stride);
-      else take_head<true>(from + a.q_at, s.key, padded, scale, m.queries + (first + i / 2) * stride);
-    }
-    for (int n = threadIdx.x; n < count * padded; n += kThreads) {
-      const int r = n / padded, c = n % padded, i = (first + r) * stride + c;
-      if (c < s.key) {
-        const ChannelDecay decay(a.p, row + r, head, c);
-        m.behind[i] = decay.factor, m.pairs[i] = decay.log;
-      } else {
-        m.behind[i] = 1, m.pairs[i] = 0;
-      }
+    // A warp loads a row's key, query and gates together.
+    const float scale = __fdiv_rn(1.0f, sqrtf((float)s.key)), rate = ChannelDecay::rate_of(a.p, head);
+    for (int r = warp; r < count; r += kWarps) {
+      const float *from = x + (size_t)r * a.width + key_head * s.key,
+                  *gates = ChannelDecay::gates_of(a.p, row + r) + head * s.key;
+      const int i = (first + r) * stride;
+      LoadedHead key, query, decays, bias;
+      key.load(from + a.k_at, s.key), query.load(from + a.q_at, s.key);
+      decays.load(gates, s.key), bias.load(a.p.dt_bias + head * s.key, s.key);
+      key.normalize(1.0f, s.key), query.normalize(scale, s.key);
+      key.store(m.keys + i, padded), query.store(m.queries + i, padded);
+#pragma unroll
+      for (int u = 0; u < kOfLane; u++)
+        if (const int c = lane + 32 * u; c < padded) {
+          const ChannelDecay decay(decays.x[u], bias.x[u], rate);
+          m.behind[i + c] = c < s.key ? decay.factor : 1.0f, m.pairs[i + c] = c < s.key ? decay.log : 0.0f;
+        }
     }
     const int rates = s.heads * s.key;
     for (int r = threadIdx.x; r < count; r += kThreads)
