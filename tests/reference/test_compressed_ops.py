@@ -147,13 +147,15 @@ def spans_of(slot: int, begin: int, end: int, room: int) -> dict[str, list]:
     return {"spans": first, "other_spans": others}
 
 
-@pytest.mark.parametrize("cache, tolerance", [("float32", EXACT), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize("cache, tolerance", [("float32", EXACT), ("bfloat16", 8e-2)])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("heads, dim, rate, overlapping, selected", [
     (1, 4, 0, False, 0), (3, 20, 4, False, 0), (17, 33, 3, True, 0), (5, 131, 37, False, 0), (6, 64, 5, True, 300),
     (2, 16, 2, True, 1)])
 def test_compressed_attention(heads, dim, rate, overlapping, selected, threads, cache, tolerance):
-    """An indexer that selects one of many entries takes another where the cache rounds its keys."""
+    """An indexer that selects one of many entries takes another where the cache rounds its keys. Scores of heads of 131
+    reach 10, of which bfloat16 rounds queries, keys and weights where products have it: 0.06 at most on AMX.
+    """
     if selected == 1 and cache == "bfloat16":
         pytest.skip("other entries have nearly the same score")
     own = Toy(SEED, groups=GROUPS)
