@@ -6,9 +6,9 @@ and the fraction of the roofline.
 [format=int4:64] [cache=bfloat16] [threads=1] [warm=1] [layers=8] [queued=1]`
 
 `mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
-such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load. Each decoding step begins when
-the one before has returned, so the GPU waits for the host in between; `queued=1` queues the next step meanwhile, as
-the engine does.
+such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load. Each decoding step begins
+when the one before has returned, so the GPU waits for the host in between; `queued=1` queues the next step meanwhile,
+as the engine does.
 
 `draft=DxCxB` verifies D drafts for each of B requests at a context of C, `short=RxCxB` computes a prompt's last R rows
 behind C cached ones. `short_chunks` says which kernel attends for either.

@@ -173,12 +173,14 @@ def _translate(fields: Fields) -> Fields:
     given, theta = fields.get("rope_parameters", dict, {}), fields.get("rope_theta", float, 10000.0)
     if isinstance(given.get("compress"), dict):
         rope = dict(given["compress"])
-        main = Fields(given.get("main", {}), fields.path, "rope_parameters.main.")
+        main = fields.inner("rope_parameters").inner("main", {})
         reject_other_values(main, {"rope_type": "default"})
         theta = main.get("rope_theta", float, theta)
     else:
         rope = {**given, **fields.get("rope_scaling", dict, {})}
         rope["rope_theta"] = fields.get("compress_rope_theta", float, 160000.0)
+    if theta <= 0:
+        raise fields.error("rope_theta", f"is {theta}: it must be positive")
     if rope.get("rope_type", rope.get("type")) == "yarn":
         rope.setdefault("attention_factor", 1.0)
     rope["partial_rotary_factor"] = _rotary_part(fields)
@@ -228,7 +230,8 @@ def _rates(fields: Fields, layers: int) -> tuple[tuple[int, ...], tuple[int, ...
             raise fields.error("compress_rates", f"has {rates[name]!r} for {name}: expected 2 to {1 << 16}")
     kinds = fields.get("layer_types", list)
     if kinds is None and (ratios := fields.get("compress_ratios", list)) is not None:
-        kinds = [{0: _SLIDING, 4: _SPARSE, 128: _HEAVY}.get(ratio) for ratio in ratios]
+        known = {"0": _SLIDING, "4": _SPARSE, "128": _HEAVY}
+        kinds = [known.get(str(ratio)) for ratio in ratios]
     if kinds is None:
         kinds = [_HEAVY] * 2 + [_SPARSE if i % 2 else _HEAVY for i in range(max(0, layers - 2))]
     kinds = kinds[:layers]
@@ -240,9 +243,11 @@ def _rates(fields: Fields, layers: int) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _routed(fields: Fields, layers: int) -> ExpertConfig:
-    kinds = fields.get("mlp_layer_types", list)
+    kinds, first = fields.get("mlp_layer_types", list), fields.get("num_hash_layers", int, 3)
+    if kinds is None and first < 0:
+        raise fields.error("num_hash_layers", f"is {first}: it must not be negative")
     if kinds is None:
-        by_token = tuple(range(min(layers, fields.get("num_hash_layers", int, 3))))
+        by_token = tuple(range(min(layers, first)))
     elif len(kinds) < layers or any(kind not in ("hash_moe", "moe") for kind in kinds):
         raise fields.error("mlp_layer_types", f"must hold 'hash_moe' or 'moe' for each of {layers} layers")
     else:

@@ -77,7 +77,7 @@ def _more(fields: Fields) -> dict[str, Any]:
     if types is not None:
         delta, full = ([i + 1 for i, kind in enumerate(types) if kind == f"{name}_attention"]
                        for name in ("linear", "full"))
-    if not full or sorted(delta + full, key=repr) != sorted(range(1, count + 1), key=repr):
+    if not full or sorted(map(repr, delta + full)) != sorted(map(repr, range(1, count + 1))):
         where, name = (own, "kda_layers and full_attn_layers") if types is None else (fields, "layer_types")
         raise where.error(name, f"must give each of the {count} layers one kind, and at least one full attention")
     layers = tuple(sorted(layer - 1 for layer in delta))

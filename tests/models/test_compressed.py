@@ -301,6 +301,10 @@ def test_scales_that_are_no_numbers_are_refused(suffix, problem, tmp_path):
     ({"layer_types": ["full_attention"] * 5}, "'layer_types' .*must hold sliding_attention, compressed_"),
     ({"compress_rates": {"compressed_sparse_attention": 1}}, "'compress_rates' .*has 1 for compressed_"),
     ({"mlp_layer_types": ["moe"]}, "'mlp_layer_types' .*must hold 'hash_moe' or 'moe' for each of 5 layers"),
+    ({"mlp_layer_types": None, "num_hash_layers": -1}, "'num_hash_layers' .*is -1: it must not be negative"),
+    ({"layer_types": None, "compress_ratios": [[4]] * 5}, "'layer_types' .*or compress_ratios 0, 4 or 128"),
+    ({"rope_parameters": {"main": 3, "compress": {}}}, "'rope_parameters.main' .*is 3: expected dict"),
+    ({"rope_parameters": None, "rope_theta": 0}, "'rope_theta' .*is 0.0: it must be positive"),
 ])
 def test_fields_that_are_refused(fields, problem, tmp_path):
     config = json.loads((checkpoint("deepseek-v4") / "config.json").read_text())

@@ -301,6 +301,8 @@ LAYERS = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
     ({"layer_types": ["full_attention"] * 3}, "'layer_types'.* must give each of the 4 layers one kind"),
     ({"layer_types": None, "linear_attn_config": {**LAYERS, "kda_layers": [1]}},
      "'linear_attn_config.kda_layers and full_attn_layers'.* must give each of the 4 layers one kind"),
+    ({"layer_types": None, "linear_attn_config": {**LAYERS, "kda_layers": [1.0, 3]}},
+     "'linear_attn_config.kda_layers and full_attn_layers'.* must give each of the 4 layers one kind"),
     ({"linear_attn_config": {**LAYERS, "num_heads": 0}}, "'linear_attn_config.num_heads'.* is 0: it must be positive"),
     ({"linear_attn_config": {**LAYERS, "gate_lower_bound": -5}}, "'linear_attn_config.gate_lower_bound'.* not known"),
     ({"linear_conv_kernel_dim": 65}, "'linear_conv_kernel_dim'.* is 65: it must be positive and at most 64"),

@@ -68,7 +68,8 @@ class Indexer : public BoundOp {
     int rows = 0;
     for (const Item& item : batch.items) {
       // The first row that sees more than it selects.
-      const int first = std::max(0, (out_.width + 1) * std::max(1, rate_) - 1 - item.start);
+      const long sees = (out_.width + 1L) * std::max(1, rate_) - 1;  // at this position
+      const int first = (int)std::clamp(sees - item.start, 0L, (long)item.count);
       for (int i = first; i < item.count; i += kIndexRows) {
         const int count = std::min(kIndexRows, item.count - i);
         groups_.push_back(
