@@ -3,10 +3,12 @@ and the fraction of the roofline.
 
 `python bench_cuda.py [7b|0.5b|30b-a3b|gpt-oss-20b|gpt-oss-120b] [ranks=2] [decode=1,8,32] [prefill=1x1024]
 [context=8000x1] [draft=3x8000x1] [short=32x8000x1] [short_chunks=fastest|decode|prefill] [mixed=204+1702,0+1906]
-[format=int4:64] [cache=bfloat16] [threads=1] [warm=1] [layers=8]`
+[format=int4:64] [cache=bfloat16] [threads=1] [warm=1] [layers=8] [queued=1]`
 
 `mixed=D+P` measures a step of D decoding rows at a context of 640 with P rows of prompts of 512 tokens; with a single
-such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load.
+such cell it prints what each op took. `warm=1` first runs and times the warm-up of a load. Each decoding step begins
+when the one before has returned, so the GPU waits for the host in between; `queued=1` queues the next step meanwhile,
+as the engine does.
 
 `draft=DxCxB` verifies D drafts for each of B requests at a context of C, `short=RxCxB` computes a prompt's last R rows
 behind C cached ones. `short_chunks` says which kernel attends for either.
@@ -75,6 +77,7 @@ class Model:
         max_outputs = max_outputs or max_slots
         self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
         self.ranks, whole = ranks, vocab
+        self.queued = False  # whether decode() queues steps
         heads, kv, inner, vocab = heads // ranks, kv // ranks, inner // ranks, vocab // ranks // 256 * 256
         begin = rank * vocab
         vocab = whole - begin if rank == ranks - 1 else vocab
@@ -233,11 +236,18 @@ class Model:
         self.e.step(self.start(batch, context + 1, context // SPAN * SPAN))
         flags = SAMPLE | Flag.GIVEN if drafts else SAMPLE
         work, seconds = [WorkItem(s, 1, flags, known=[1] * drafts, drafts=drafts) for s in range(batch)], []
-        plan = StepPlan(work=work).encode()
-        for _ in range(steps):
-            began = time.perf_counter()
-            self.e.step(plan)
+        plan, stepper, began = StepPlan(work=work).encode(), _native.Stepper(), time.perf_counter()
+        for step in range(steps):
+            if not self.queued:
+                self.e.step(plan)
+            else:
+                for _ in range(1 if step else 2):
+                    stepper.submit(self.e, plan)
+                stepper.collect()
             seconds.append(time.perf_counter() - began)
+            began = time.perf_counter()
+        if self.queued:
+            stepper.collect()
         touched = [len({expert for expert, _ in self.e.expert_tiles(rows)}) for rows in self.routed]
         self.touched = float(np.mean(touched)) if touched else 0.0
         self.free(batch)
@@ -318,6 +328,7 @@ def main(arguments: list[str]) -> None:
         def compute(rank: int) -> None:
             model = Model(name, chunk, slots, length, rank, ranks, path, asked.get("format", "bfloat16"),
                           asked.get("cache", "bfloat16"), outputs, asked.get("short_chunks", "fastest"))
+            model.queued = "queued" in asked
             show = print if rank == 0 else lambda *_, **__: None
             if "warm" in asked:
                 show(model.warm_up(), flush=True)
