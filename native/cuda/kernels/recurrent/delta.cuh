@@ -105,26 +105,20 @@ __device__ void take_head(const float* x, int n, int padded, float scale, float*
   head.store(to, padded);
 }
 
-// Queues a thread's part of the copy of a matrix to shared memory, with zeros in columns [width, padded).
+// Queues the copy of a matrix to shared memory by all threads of the CTA, with zeros in columns [width, padded).
 __device__ inline void load_rows(float* to, int stride, const float* from, size_t pitch, int rows, int width,
-                                 int padded, bool aligned, int thread, int threads) {
+                                 int padded, bool aligned) {
   if (aligned && width % 4 == 0) {
     const int lanes = padded > 64 ? 32 : padded > 32 ? 16 : 8;  // of a row
-    for (int row = thread / lanes; row < rows; row += threads / lanes)
-      for (int c = thread % lanes * 4; c < padded; c += lanes * 4)
+    for (int row = threadIdx.x / lanes; row < rows; row += blockDim.x / lanes)
+      for (int c = threadIdx.x % lanes * 4; c < padded; c += lanes * 4)
         copy_16(shared_address(to + row * stride + c), from + (c < width ? row * pitch + c : 0), c < width);
   } else {
-    for (int i = thread; i < rows * padded; i += threads) {
+    for (int i = threadIdx.x; i < rows * padded; i += blockDim.x) {
       const int row = i / padded, c = i % padded;
       to[row * stride + c] = c < width ? from[row * pitch + c] : 0.0f;
     }
   }
-}
-
-// The same by all threads of the CTA.
-__device__ inline void load_rows(float* to, int stride, const float* from, size_t pitch, int rows, int width,
-                                 int padded, bool aligned) {
-  load_rows(to, stride, from, pitch, rows, width, padded, aligned, threadIdx.x, blockDim.x);
 }
 
 // Queues the copy of one value of 8 bytes.

@@ -43,9 +43,6 @@ struct ChunkWork {
                        kGroups = kRows < kChunkRows ? 1 : least(kMostWarps / kValueWarps / kParts, kRows / 8),
                        kTiles = kRows / 8 / kGroups, kColumnWarps = kParts * kGroups,
                        kThreads = 32 * kValueWarps * kColumnWarps, kStride = ChunkMemory<kC, kRows>::kStride;
-  // Whether keys are solved while queries are multiplied with the state. With 32 values a block is solved by one warp
-  // of 16, for which the others then wait longer.
-  static constexpr bool kOverlaps = kDelta && kRows == kChunkRows && kC > 32;
   const ChunkMemory<kC, kRows>& m;
   const int padded, stride;
   const int column_warp, part, column, value;  // first column of the warp; of the lane's four values
@@ -75,8 +72,8 @@ struct ChunkWork {
   }
 
   // Zeros for deltas behind the last row, up to the end of its block.
-  __device__ void clear_deltas_behind(int thread = threadIdx.x, int threads = kThreads) const {
-    for (int i = (first + count) * kC + thread; i < (last_block() + 1) * kBlock * kC; i += threads)
+  __device__ void clear_deltas_behind() const {
+    for (int i = (first + count) * kC + threadIdx.x; i < (last_block() + 1) * kBlock * kC; i += kThreads)
       m.deltas[i / kC * kStride + i % kC] = 0;
   }
 
@@ -124,40 +121,16 @@ struct ChunkWork {
     for (int b = 0; b <= last_block(); b++) {
       if (kDelta && kBlock * (b + 1) > first) {
         if (part == 0) store_known(b);
-        wait_for_values<kColumnWarps>();
+        wait_for_values();
         if (column_warp == 0) solve(b);
         if (part == 1)
           for (; added < b; added++) add_deltas(added);
-        wait_for_values<kColumnWarps>();
+        wait_for_values();
       }
       if (part == 0 && b < last_block()) add_deltas(b);
     }
     if (part == 1)
       for (; added <= last_block(); added++) add_deltas(added);
-  }
-
-  // The same in two steps. First the deltas, by warps of keys: rows of the next block take a solved block's deltas at
-  // once, others while that next block is solved.
-  __device__ void solve_all() {
-    const int own = column / kBlock;
-    int added = 0;
-    for (int b = 0; b <= last_block(); b++) {
-      if (kBlock * (b + 1) > first) {
-        store_known(b);
-        wait_for_values<kGroups>();
-        if (column_warp == 0) solve(b);
-        else if (kTiles <= 2 && own > b)
-          for (; added < b; added++) add_deltas(added);
-        wait_for_values<kGroups>();
-      }
-      if (kTiles > 2 ? b < last_block() : own == b + 1)
-        for (; added <= b; added++) add_deltas(added);
-    }
-  }
-
-  // Then the sums, by warps of queries.
-  __device__ void add_all() {
-    for (int b = 0; b <= last_block(); b++) add_deltas(b);
   }
 
   // Passes each row's sums to take(row, four values).
@@ -174,8 +147,8 @@ struct ChunkWork {
   }
 
   // The decays until the end of the chunk, from the totals of all its rows.
-  __device__ void grow(int thread = threadIdx.x, int threads = kThreads) const {
-    for (int j = thread; j < kChunkRows; j += threads)
+  __device__ void grow() const {
+    for (int j = threadIdx.x; j < kChunkRows; j += kThreads)
       m.grown[j] = decay_between(m.totals[kChunkRows - 1], m.totals[j]);
   }
 
@@ -259,7 +232,7 @@ struct ChunkWork {
     const int d = value - lane() / 4 * 4 + lane();
     float* deltas = m.deltas + b * kBlock * kStride + d;
     const float *known = m.known + d, *pairs = m.pairs + b * kBlock;
-    if constexpr (kRows == kChunkRows && !kOverlaps) {
+    if constexpr (kRows == kChunkRows) {
       pairs += b * kBlock * kPairs;
       // Nothing is stored before the end, and nothing branches, so that loads need not wait. Deltas of rows before
       // these stay, those of rows behind them are zero.
@@ -276,38 +249,6 @@ struct ChunkWork {
       }
 #pragma unroll
       for (int r = 0; r < kBlock; r++) deltas[r * kStride] = r < end ? delta[r] : 0.0f;
-    } else if constexpr (kRows == kChunkRows) {
-      pairs += b * kBlock * kPairs;
-      // A factor of row r for row j is in pairs[j][r]. Row after row: its delta, then what later rows take from it,
-      // with factors that were loaded two rows before. Left to itself, the compiler would form the sum of each later
-      // row as a chain, which takes longer; it moves neither these loads nor, past keep(), sums from one row to the
-      // next.
-      const int begin = first - b * kBlock, end = begin + count;
-      const float* betas = m.betas + b * kBlock;
-      constexpr int kAhead = 2;
-      float own[kBlock], factors[kAhead + 1][kBlock], values[kAhead + 1], rates[kAhead + 1];
-      const auto load = [&](int j) {
-        if (j >= kBlock) return;
-        const int place = j % (kAhead + 1);
-        values[place] = load_here(deltas + j * kStride), rates[place] = load_here(betas + j);
-#pragma unroll
-        for (int r = (j + 1) / 4 * 4; r < kBlock; r += 4) load_four_here(pairs + j * kPairs + r, &factors[place][r]);
-      };
-#pragma unroll
-      for (int j = 0; j < kAhead; j++) load(j);
-#pragma unroll
-      for (int r = 0; r < kBlock; r++) own[r] = load_here(known + r * kStride);
-#pragma unroll
-      for (int j = 0; j < kBlock; j++) {
-        if (j >= end) break;
-        load(j + kAhead);
-        const int place = j % (kAhead + 1);
-        const float solved = __fmul_rn(rates[place], __fsub_rn(values[place], own[j])),
-                    delta = j >= begin ? solved : values[place];
-        deltas[j * kStride] = delta;
-#pragma unroll
-        for (int r = j + 1; r < kBlock; r++) own[r] = fmaf(factors[place][r], delta, own[r]), keep(own[r]);
-      }
     } else {
       const int begin = max(first - b * kBlock, 0), end = min(first + count - b * kBlock, kBlock);
       pairs += (b * kBlock - base) * kPairs;
@@ -319,24 +260,9 @@ struct ChunkWork {
     }
   }
 
-  // A load from shared memory that stays where it is written.
-  __device__ static float load_here(const float* p) {
-    float x;
-    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared_address(p)) : "memory");
-    return x;
-  }
-  __device__ static void load_four_here(const float* p, float* x) {
-    asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(shared_address(p))
-                 : "memory");
-  }
-  // The compiler works out x here, not where it is needed.
-  __device__ static void keep(float& x) { asm volatile("" : "+f"(x)); }
-  // Waits for the kWarps warps of the same values that call it.
-  template <int kWarps>
+  // Waits for the warps of the same values.
   __device__ void wait_for_values() const {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / 32 % kValueWarps), "n"(32 * kWarps) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + threadIdx.x / 32 % kValueWarps), "n"(32 * kColumnWarps) : "memory");
   }
   __device__ static int lane() { return threadIdx.x % 32; }
 };

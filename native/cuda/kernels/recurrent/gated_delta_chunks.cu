@@ -138,17 +138,12 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
     advance();
   }
   const auto row_of = [&](int position) { return item.row + position - item.start; };
-  // Of the rule, half of the warps have keys, and half have queries; of a state space, all have queries. Where the two
-  // overlap, keys are solved while queries are multiplied with the state, and each half loads what it begins with.
-  constexpr bool kOverlaps = Work::kOverlaps;
-  constexpr int kSharing = kOverlaps ? kThreads / 2 : kThreads;  // threads that share a task
-  const int own = tid % kSharing;
-  const bool has_keys = kDelta && work.part == 0;
+  const bool has_keys = kDelta && work.part == 0;  // half of the rule's warps; of a state space, all have queries
   // Columns of x of the rows from `position` on, as rows of the chunk from `first` on.
   const auto load_columns = [&](float* to, int stride, int column, int position, int first, int count, int width,
                                 int padded) {
     load_rows(to + first * stride, stride, a.p.x + (size_t)row_of(position) * a.width + column, a.width, count, width,
-              padded, a.aligned, own, kSharing);
+              padded, a.aligned);
   };
   const auto load_heads = [&](float* to, int column, int position, int first, int count) {
     load_columns(to, a.stride, column + key_head * s.key, position, first, count, s.key, a.padded);
@@ -156,7 +151,7 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
   // take(i, j, row): for each four products of row i of the chunk with its keys from j on, up to the end of the row's
   // block; `row` counts from the first one.
   const auto each_products = [&](int first, int count, const auto& take) {
-    for (int n = own; n < count * kChunkRows / 4; n += kSharing) {
+    for (int n = tid; n < count * kChunkRows / 4; n += kThreads) {
       const int row = n / (kChunkRows / 4), i = first + row, j = n % (kChunkRows / 4) * 4;
       if (j < (i / kBlock + 1) * kBlock) take(i, j, row);
     }
@@ -176,10 +171,10 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
   };
   const auto load_factors = [&](int position, int first, int count) {
     if (kDelta) load_products(0, position, first, count);
-    if (own < count) {
-      const size_t entry = (size_t)(row_of(position) + own) * s.heads + head;
-      copy_8(m.totals + first + own, a.totals + entry);
-      copy_4(shared_address(m.betas + first + own), a.betas + entry, true);
+    if (tid < count) {
+      const size_t entry = (size_t)(row_of(position) + tid) * s.heads + head;
+      copy_8(m.totals + first + tid, a.totals + entry);
+      copy_4(shared_address(m.betas + first + tid), a.betas + entry, true);
     }
   };
   // What comes while the first products with the state are formed.
@@ -196,7 +191,7 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
     load_rows(m.deltas, kStride, ring_deltas + (size_t)place * s.value, s.value, first, width, kC, a.aligned);
     for (int j = tid; j < first; j += kThreads) m.totals[j] = ring_totals[place + j];
   }
-  if (!kOverlaps || has_keys) {
+  {
     const int first = item.start - at, count = min(at + kChunkRows, end) - item.start;
     load_first(item.start, first, count), load_factors(item.start, first, count);
   }
@@ -210,12 +205,11 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
     commit_copies(), wait_copies<0>();
     if (tid < count) m.shrunk[first + tid] = decay_between(m.totals[first + tid], 0.0);  // the thread's own copy
     __syncthreads();
-    if (!kOverlaps || !has_keys) load_second(position, first, count), commit_copies();
-    // Products times the decays between their rows; a thread has copied those of queries itself. If kOverlaps, row and
-    // column change places of keys of the same block, which solve() reads.
+    load_second(position, first, count), commit_copies();
+    // Products times the decays between their rows; a thread has copied those of queries itself.
     const auto weigh = [&] {
-      work.clear_deltas_behind(own, kSharing);
-      if (first + count == kChunkRows) work.grow(own, kSharing);
+      work.clear_deltas_behind();
+      if (first + count == kChunkRows) work.grow();
       wait_copies<0>();
       each_products(first, count, [&](int i, int j, int) {
         float *of_key = m.pairs + i * kPairs + j, *of_query = of_key + kChunkRows * kPairs;
@@ -228,25 +222,17 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
                                        j + 2 > i ? 0.0f : __fmul_rn(factors[2], query.z),
                                        j + 3 > i ? 0.0f : __fmul_rn(factors[3], query.w)));
         if (!kDelta) return;
-        const int block = i / kBlock * kBlock;
-        if (!kOverlaps || j < block) {
-          const float4 key = four_at(of_key);
-          put_four(of_key, make_float4(__fmul_rn(factors[0], key.x), __fmul_rn(factors[1], key.y),
-                                       __fmul_rn(factors[2], key.z), __fmul_rn(factors[3], key.w)));
-        } else {
-#pragma unroll
-          for (int u = 0; u < 4; u++)
-            if (j + u < i) m.pairs[(j + u) * kPairs + i] = __fmul_rn(factors[u], of_key[u]);
-        }
+        const float4 key = four_at(of_key);
+        put_four(of_key, make_float4(__fmul_rn(factors[0], key.x), __fmul_rn(factors[1], key.y),
+                                     __fmul_rn(factors[2], key.z), __fmul_rn(factors[3], key.w)));
       });
     };
-    // Some warps multiply with the state, of the rule those of keys, while others work out decays. Then these multiply;
-    // meanwhile keys' deltas are solved, of which each block waits for the one before.
+    // Some warps multiply with the state, of the rule those of keys, while others work out decays; then the other way
+    // round.
     const bool multiplies_first = work.column_warp < Work::kColumnWarps / 2;
 #pragma unroll 1
     for (int turn = 0; turn < 2; turn++) {
       if (multiplies_first == !turn) work.answer();
-      else if (kOverlaps && turn) work.solve_all();
       else weigh();
       if (turn) break;
       wait_rows();
@@ -254,18 +240,17 @@ __global__ void __launch_bounds__(ChunkWork<kDelta, kC, kChunkRows>::kThreads, 1
     }
     __syncthreads();
     const int next = position + count, left = min(kChunkRows, end - next);  // rows of the next chunk
-    if (left > 0 && (!kOverlaps || has_keys)) {
+    if (left > 0) {
       load_first(next, 0, left);
-      if (!kDelta || kOverlaps) load_factors(next, 0, left);
+      if (!kDelta) load_factors(next, 0, left);
     }
-    if (kDelta && !kOverlaps) work.substitute();
-    else if (!has_keys) work.add_all();
+    work.substitute();
     if (!has_keys) {
       work.each_row([&](int i, const float4& four) {
         put_values<kDelta>(a, head, begin + work.value, row_of(position) + i - first, four);
       });
     }
-    if (kDelta && !kOverlaps) {
+    if (kDelta) {
       __syncthreads();
       if (left > 0) load_factors(next, 0, left);
     }
