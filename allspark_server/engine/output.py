@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # The number of queued events beyond which the engine's thread waits for the output stage.
 MAX_WAITING = 256
+# The engine's thread delivers steps of up to so many sequences itself: waking the output stage would take longer.
+FEW = 8
 _ALIVE_SECONDS = 1.0  # time between a waiting thread's checks that the output stage's thread is alive
 _NO_TOP: list[tuple[int, float]] = []  # never filled
 
@@ -83,7 +85,8 @@ class OutputStage:
         """Takes an event; waits while too many are queued. Always on the same thread. RuntimeError if the output
         stage's thread has ended.
         """
-        if self.inline and isinstance(event, StepOutput) and not self._queue.unfinished_tasks and self.alive:
+        idle = not self._queue.unfinished_tasks and self.alive
+        if idle and isinstance(event, StepOutput) and (self.inline or len(event.outcome.sequences) <= FEW):
             self._deliver(event)
             self._notify()
         else:
