@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 # The number of queued events beyond which the engine's thread waits for the output stage.
 MAX_WAITING = 256
+# The engine's thread delivers steps of up to so many sequences itself: waking the output stage would take longer.
+FEW = 8
+REST_SECONDS = 20e-6
 _ALIVE_SECONDS = 1.0  # time between a waiting thread's checks that the output stage's thread is alive
 _NO_TOP: list[tuple[int, float]] = []  # never filled
 
@@ -83,9 +87,12 @@ class OutputStage:
         """Takes an event; waits while too many are queued. Always on the same thread. RuntimeError if the output
         stage's thread has ended.
         """
-        if self.inline and isinstance(event, StepOutput) and not self._queue.unfinished_tasks and self.alive:
-            self._deliver(event)
+        idle = not self._queue.unfinished_tasks and self.alive
+        if idle and isinstance(event, StepOutput) and (self.inline or len(event.outcome.sequences) <= FEW):
+            first = self._deliver(event)
             self._notify()
+            if first and not self.inline:  # the next step runs: leave the interpreter's lock to those who send them
+                time.sleep(REST_SECONDS)
         else:
             self._put(event)
 
@@ -159,7 +166,8 @@ class OutputStage:
         return True
 
     @output_only
-    def _deliver(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput) -> bool:
+        """Gives a step's tokens to their sinks; returns whether any is the first of its request."""
         outcome, result, now = output.outcome, output.result, output.now
         for prompt_rows in outcome.prompt_rows:
             request = prompt_rows.sequence.owner.request
@@ -199,6 +207,7 @@ class OutputStage:
         output.timings.first.add(first_tokens)
         for end in output.ends:
             end.request.finish(end.status, end.error, end.complete)
+        return bool(first_tokens)
 
     def _give_up(self, request: Request, error: Exception) -> None:
         logger.exception("request %d", request.handle)

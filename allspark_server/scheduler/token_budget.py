@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 
 class TokenBudget:
     """How large steps may be. The output of requests does not depend on it.
@@ -36,10 +34,11 @@ class TokenBudget:
         self._learns = self._target > 0 or not fixed
         self.price = 0.0
         self._rows = min(max_rows, self._FIRST * self._min)  # of a step that holds the target
-        self._base = np.zeros(3)  # of steps without a prompt: rows, positions before them, seconds
+        self._base = [0.0, 0.0, 0.0]  # of steps without a prompt: rows, positions before them, seconds
         self._row = 0.0  # seconds for a row; 0: unknown
         self._long_row = 0.0  # the same in steps of more than the shared rows
-        self._sums = np.zeros(5)  # sums of rows^2, rows * context, context^2, rows * seconds, context * seconds
+        # sums of rows^2, rows * context, context^2, rows * seconds, context * seconds
+        self._sums = [0.0, 0.0, 0.0, 0.0, 0.0]
 
     def for_prompts(self, decoding: int, context: int, prompts: int) -> float:
         """The cost that rows of prompts may have in a step. `decoding`: running sequences that get a row in it;
@@ -47,7 +46,7 @@ class TokenBudget:
         """
         if self._target > 0:
             return self._rows - decoding - self.price * context
-        base = float(self._base[2])
+        base = self._base[2]
         if not decoding or not base or not self._row:
             return math.inf
         return max(self._PART * base * max(1.0, prompts / decoding), self._UNNOTICED - base) / self._row
@@ -74,16 +73,16 @@ class TokenBudget:
             seconds /= rows + self.price * context
             self._long_row = (self._long_row + seconds) / 2 if self._long_row else seconds
             return
-        cost = np.array([rows, context, seconds])
+        base_rows, base_context, base = self._base if decoding else [0.0, 0.0, 0.0]
         if rows == decoding:
-            known = self._base[2] > 0
             # Limit outliers: another process may have used the CPU.
-            cost[2] = min(seconds, 2 * self._base[2]) if known else seconds
-            self._base = self._MEMORY * self._base + (1 - self._MEMORY) * cost if known else cost
+            cost = [rows, context, min(seconds, 2 * base) if base else seconds]
+            kept = self._MEMORY if base else 0.0
+            self._base = [kept * old + (1 - kept) * new for old, new in zip(self._base, cost)]
+            base_rows, base_context, base = self._base
         else:
-            self._learn_prompt(*np.maximum(cost - self._base * (decoding > 0), (1, 0, 0)).tolist())
+            self._learn_prompt(max(rows - base_rows, 1.0), max(context - base_context, 0.0), max(seconds - base, 0.0))
         if self._row and self._target > 0:
-            base_rows, base_context, base = self._base.tolist() if decoding else (0.0, 0.0, 0.0)
             left = (self._MARGIN * self._target - base) / self._row
             wanted = left + base_rows + self.price * base_context
             limit = max(self._rows, self._STRIDE * (rows + self.price * context))
@@ -94,8 +93,8 @@ class TokenBudget:
         if self._row:
             seconds = min(seconds, 1.5 * self._row * (rows + self.price * context))
         terms = (rows * rows, rows * context, context * context, rows * seconds, context * seconds)
-        self._sums = self._MEMORY * self._sums + terms
-        rr, rc, cc, rs, cs = self._sums.tolist()
+        self._sums = [self._MEMORY * old + new for old, new in zip(self._sums, terms)]
+        rr, rc, cc, rs, cs = self._sums
         determinant = rr * cc - rc * rc
         row = (cc * rs - rc * cs) / determinant if determinant > 1e-6 * rr * cc else 0.0
         if row > 0:

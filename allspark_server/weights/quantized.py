@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -277,13 +278,19 @@ def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last
     return ColumnSlice(replace(form, group_size=size), first, last, flat, local)
 
 
+@lru_cache(16)
+def _adjacent(columns: int, size: int) -> np.ndarray:
+    """The group of each column where groups of `size` columns are adjacent."""
+    return np.arange(columns, dtype=np.int32) // np.int32(size)
+
+
 def checked_order(name: str, file: Path, groups_of: np.ndarray, group_size: int) -> np.ndarray | None:
     """The order of columns that makes groups adjacent, from the group of each column (GPTQ's g_idx); None if they are
     adjacent already. AllSparkError unless each group has `group_size` columns; the last one may have fewer.
     """
     columns = len(groups_of)
     size = group_size or columns
-    if np.array_equal(groups_of, np.arange(columns) // size):
+    if np.array_equal(groups_of, _adjacent(columns, size)):
         return None
     count = -(-columns // size)
     if groups_of.min() < 0 or groups_of.max() >= count:

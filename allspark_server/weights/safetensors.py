@@ -79,6 +79,7 @@ class SafetensorsFile:
             except (OSError, ValueError) as error:
                 raise _broken(self.path, f"it cannot be mapped: {error}") from error
         self.header_bytes, self.metadata, self._entries = self._read_header(size)
+        self._tensors: dict[str, StoredTensor] = {}
 
     def _read_header(self, size: int) -> tuple[int, dict[str, str], dict[str, dict[str, Any]]]:
         length = int.from_bytes(self._map[:8], "little")
@@ -129,12 +130,16 @@ class SafetensorsFile:
 
     def get(self, name: str) -> StoredTensor:
         """The tensor `name` as a view. KeyError if the file has none."""
-        entry = self._entries[name]
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        data = None
-        if dtype in QUANTIZED_TYPES:
-            data = np.ndarray(shape, QUANTIZED_TYPES[dtype], self._map, self.header_bytes + entry["data_offsets"][0])
-        return StoredTensor(name, dtype, shape, data, self.path)
+        known = self._tensors.get(name)     # a tensor is asked for several times until it is loaded
+        if known is None:
+            entry = self._entries[name]
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            data = None
+            if dtype in QUANTIZED_TYPES:
+                data = np.ndarray(shape, QUANTIZED_TYPES[dtype], self._map,
+                                  self.header_bytes + entry["data_offsets"][0])
+            known = self._tensors[name] = StoredTensor(name, dtype, shape, data, self.path)
+        return known
 
     def raw(self, name: str) -> memoryview:
         """The bytes of the tensor as stored."""

@@ -7,6 +7,7 @@ value); tensors (name, dimensions, type, offset); from the next multiple of the 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -23,6 +24,7 @@ from allspark_server.weights.files import MIB, open_regular
 from allspark_server.weights.gguf.blocks import TYPE_NAMES, TYPES, BlockType
 
 MAGIC = b"GGUF"
+_LENGTH = struct.Struct("<Q")
 VERSIONS = (2, 3)
 MAX_TENSORS, MAX_METADATA, MAX_DIMENSIONS, MAX_NAME = 1 << 17, 1 << 16, 4, 1 << 16
 MAX_HEADER_BYTES = 256 * MIB
@@ -134,13 +136,32 @@ class GgufFile:
         if kind == STRING:
             if count > self._size // 8:  # each string has a length of 8 bytes
                 raise self._broken(f"truncated: metadata {key!r} claims {count} strings")
-            return [self._string(f"a string of metadata {key!r}") for _ in range(count)]
+            return self._strings(key, count)
         if kind not in _SCALARS:
             raise self._broken(f"metadata {key!r} is an array of type {kind}: expected numbers or strings")
         dtype = _SCALARS[kind]
         if count > self._size:
             raise self._broken(f"truncated: metadata {key!r} claims {count} values")
         return np.frombuffer(self._take(count * dtype.itemsize, f"metadata {key!r}"), dtype)
+
+    def _strings(self, key: str, count: int) -> list[str]:
+        """`count` strings. A vocabulary and its merges have hundreds of thousands, so each takes as little as it can; a
+        wrong one is left to _string, which says what is wrong.
+        """
+        strings: list[str] = []
+        data, at, end, length_at = self._map, self._at, min(self._size, MAX_HEADER_BYTES), _LENGTH.unpack_from
+        with contextlib.suppress(struct.error, UnicodeDecodeError):
+            while len(strings) < count:
+                (length,) = length_at(data, at)
+                after = at + 8 + length
+                if after > end:
+                    break
+                strings.append(data[at + 8:after].decode())
+                at = after
+        self._at = at
+        while len(strings) < count:
+            strings.append(self._string(f"a string of metadata {key!r}"))
+        return strings
 
     def _read_tensors(self, count: int) -> dict[str, GgufTensor]:
         entries: dict[str, tuple[BlockType, tuple[int, ...], int]] = {}
