@@ -257,10 +257,9 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool
                                                   dim == 128 || (dim == 256 && kPrefillShared256 <= chip.shared_bytes));
   if (dim == kLargestHead && type == CacheType::dtype16 && kLargeShared <= chip.shared_bytes)
     return {AttentionAlgo::mma, AttentionAlgo::mma, false};
-  const bool has_wgmma =
-      is_hopper(chip) && !biased &&
-      (type == CacheType::dtype16 ? dim == 64 || dim == 128 || dim == 256
-                                  : type == CacheType::float8 && (dim == 64 || dim == 128));
+  const bool has_wgmma = is_hopper(chip) && !biased &&
+                         (type == CacheType::dtype16 ? dim == 64 || dim == 128 || dim == 256
+                                                     : type == CacheType::float8 && (dim == 64 || dim == 128));
   AttentionChoice choice;
   choice.prefill = has_wgmma ? AttentionAlgo::wgmma : has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;
   const bool decodes = has_mma && decode_fits(type, dim, 0, chip.shared_bytes);

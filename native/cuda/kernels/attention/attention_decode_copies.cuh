@@ -8,10 +8,11 @@ namespace as::cuda {
 namespace AS_DTYPE16 {
 namespace decode {
 
-// Whether the copy engine can copy a layer's keys and values: in rows of one to four planes of 128 bytes, without scales.
+// Whether the copy engine can copy a layer's keys and values: in rows of one to four planes of 128 bytes, without
+// scales.
 template <int kDim, CacheType kType>
-constexpr bool kHasBoxes = (kType == CacheType::dtype16 && kDim % 64 == 0) ||
-                           (kType == CacheType::float8 && kDim % 128 == 0);
+constexpr bool kHasBoxes =
+    (kType == CacheType::dtype16 && kDim % 64 == 0) || (kType == CacheType::float8 && kDim % 128 == 0);
 
 // Layout of the keys or values of 64 positions in shared memory, with the types of the cache. Copying warps write rows
 // with padding between them. The copy engine writes boxes of 16 rows (kBulk), plane after plane of 128 bytes, and

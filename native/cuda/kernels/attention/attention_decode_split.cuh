@@ -258,7 +258,8 @@ class Attender {
     };
     const auto load_values = [&](int b, int j, const PipelineStage& from) {
       const int at = extent.begin + b * kTokens + j * 32 + lane_;
-      uint32_t row = ring_ + from.stage * S::kTensor + j * 32 * S::kRow + S::chunk_at(S::row_at(lane_), warp_ * kOwnChunks);
+      uint32_t row =
+          ring_ + from.stage * S::kTensor + j * 32 * S::kRow + S::chunk_at(S::row_at(lane_), warp_ * kOwnChunks);
       if (has_own && is_own(at)) row = S::chunk_at(values + S::row_at(at - extent.start), warp_ * kOwnChunks);
 #pragma unroll
       for (int c = 0; c < kOwnChunks; c++) load_cores_transposed(loaded[j][c], S::chunk_at(row, c));

@@ -1,8 +1,9 @@
-// Prefill attention over caches of 16 bits and of float8 by wgmma (after Shah et al., "FlashAttention-3", 2024). Two warpgroups have 64
-// pairs each. While one computes softmax weights, its previous product with the values and the products of the other
-// warpgroup continue. A third warpgroup copies keys and values to shared memory, 64 positions at a time, several stages
-// ahead and into the next tile, as CTAs are persistent; values of float8 it widens, which is exact. Algorithm and bits are those of attention_prefill_mma.cu:
-// products add in the same order, and a thread has the same values.
+// Prefill attention over caches of 16 bits and of float8 by wgmma (after Shah et al., "FlashAttention-3", 2024). Two
+// warpgroups have 64 pairs each. While one computes softmax weights, its previous product with the values and the
+// products of the other warpgroup continue. A third warpgroup copies keys and values to shared memory, 64 positions at
+// a time, several stages ahead and into the next tile, as CTAs are persistent; values of float8 it widens, which is
+// exact. Algorithm and bits are those of attention_prefill_mma.cu: products add in the same order, and a thread has the
+// same values.
 #include <algorithm>
 
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
@@ -64,14 +65,14 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
   }
 }
 
-// The same for float8. A thread copies chunks of 16 values, and widens them itself when they have arrived, while those of
-// the next blocks are on their way. narrow: where they arrive.
+// The same for float8. A thread copies chunks of 16 values, and widens them itself when they have arrived, while those
+// of the next blocks are on their way. narrow: where they arrive.
 template <int kDim, int kStages>
 __device__ void widen_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
                               uint32_t narrow, const Stages& barriers, Pipeline<kStages>& ring) {
   using S = Shape<kDim, CacheType::float8>;
   constexpr int kChunks = kDim / 16, kStep = 128 / kChunks, kTurns = kTokens / kStep;  // positions copied at once
-  constexpr int kSide = 16;                                                             // adjacent positions
+  constexpr int kSide = 16;                                                            // adjacent positions
   static_assert(kStep % kSide == 0);
   const int chunk = threadIdx.x % kChunks, own = threadIdx.x / kChunks;
   const int place = chunk / 4 * kBlockBytes + own * kRowBytes, first = chunk % 4 * 2 ^ own % 8, other = first ^ 1;
@@ -82,9 +83,8 @@ __device__ void widen_context(const Attention& a, const int* table, int kv_head,
     const uint32_t to = narrow + block * S::kNarrowBytes;
 #pragma unroll
     for (int turn = 0; turn < kTurns; turn++) {
-      const char* keys =
-          reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, found, (turn * kStep + own) / kSide)) +
-          own % kSide * kDim + chunk * 16;
+      const char* keys = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, found, (turn * kStep + own) / kSide)) +
+                         own % kSide * kDim + chunk * 16;
       const bool there = begin + turn * kStep + own <= last;
       copy_16(to + turn * 2 * 2048, keys, there);
       copy_16(to + (turn * 2 + 1) * 2048, keys + values_behind, there);

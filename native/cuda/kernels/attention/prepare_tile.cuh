@@ -64,8 +64,8 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
       float* scales = reinterpret_cast<float*>(to + a.cache.scales_at()) + place;
       head.template quantize<kType>(to + place * S::kBytes, memory.own_keys, place_of, scales, size,
                                     &shared.own_scales[0][i], kOwnRows);
-      value.template quantize<kType>(to + (size + place) * S::kBytes, memory.own_values, place_of,
-                                     scales + 2 * size, size, &shared.own_scales[2][i], kOwnRows);
+      value.template quantize<kType>(to + (size + place) * S::kBytes, memory.own_values, place_of, scales + 2 * size,
+                                     size, &shared.own_scales[2][i], kOwnRows);
     } else {
       uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
       head.write(rows_there), value.write(rows_there + size * kDim);

@@ -59,10 +59,11 @@ struct RopeHead {
       if (const int f = i * 32 + threadIdx.x % 32; f < kDim)
         *reinterpret_cast<uint16_t*>(to + place(f)) = to_dtype16(x[i]);
   }
-  // Quantizes for the cache. Quantized values go to `to` and, at the offset of `place`, to `also`. In scales and also_scales the minimum follows the
-  // scale at a distance of apart and also_apart floats.
+  // Quantizes for the cache. Quantized values go to `to` and, at the offset of `place`, to `also`. In scales and
+  // also_scales the minimum follows the scale at a distance of apart and also_apart floats.
   template <CacheType kType, typename Place>
-  __device__ void quantize(char* to, char* also, Place place, float* scales, int apart, float* also_scales, int also_apart) const {
+  __device__ void quantize(char* to, char* also, Place place, float* scales, int apart, float* also_scales,
+                           int also_apart) const {
     constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
     const int lane = threadIdx.x % 32;
     float low = INFINITY, high = -INFINITY;
