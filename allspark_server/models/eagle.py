@@ -10,6 +10,7 @@ import copy
 import re
 from dataclasses import dataclass, replace
 
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.blocks import begin, gated_mlp, output_projection
 from allspark_server.models.graph import Graph
 from allspark_server.models.graph_elements import Block, Op, Part, Weight
@@ -72,8 +73,11 @@ def eagle_graph(head: EagleHead) -> Graph:
 
 def with_joined_layers(graph: Graph, layers: tuple[int, ...]) -> Graph:
     """The same model, which keeps for an EAGLE-3 head the sum of its matrices' products with the residual stream before
-    these layers. ValueError if a layer is not found.
+    these layers. ValueError if a layer is not found, AllSparkError if there are several streams.
     """
+    if graph.config.streams is not None:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"an EAGLE-3 head is not served for "
+                            f"{graph.config.architecture}: it has several residual streams")
     size, select = graph.config.hidden_size, graph.selection
     first = {graph.config.num_layers: select}
     for place, op in enumerate(graph.ops):

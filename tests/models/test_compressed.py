@@ -27,6 +27,7 @@ from allspark_server import HuggingFaceModel
 from allspark_server.cache.host_cache import CopyCosts
 from allspark_server.models.cache_groups import MAX_GROUPS, CacheGroup, place_rows
 from allspark_server.models.config import read_config
+from allspark_server.models.eagle import with_joined_layers
 from allspark_server.runtime.host_cache import HEADER
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
@@ -318,6 +319,11 @@ def test_a_quantized_cache_is_refused(mode):
     with pytest.raises(AllSparkError, match="not available for attention over compressed positions: expected float32 "
                                             "or bfloat16"):
         Driver(checkpoint("deepseek-v4"), 1, cache_mode=mode)
+
+
+def test_an_eagle_head_is_refused():
+    with pytest.raises(AllSparkError, match="not served for DeepseekV4ForCausalLM: it has several residual streams"):
+        with_joined_layers(open_model(str(checkpoint("deepseek-v4"))).graph, (1, 2, 3))
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
