@@ -33,7 +33,7 @@ def forecast_of(name, world: int, **fields) -> list[RankForecast]:
 @pytest.mark.parametrize("name, fields", [
     ("glm4-moe", {"weight_dtype": "int8"}), ("qwen3-moe", {"weight_dtype": "int4", "weight_group_size": 32}),
     ("gpt-oss", {"weight_dtype": "bfloat16"}),
-    ("qwen3-next", {}), ("kimi-linear", {}), ("deepseek-v2", {"weight_dtype": "w8a8"})])
+    ("qwen3-next", {}), ("kimi-linear", {}), ("deepseek-v2", {"weight_dtype": "w8a8"}), ("deepseek-v4", {})])
 def test_it_is_what_ranks_announce(monkeypatch, name, fields, group):
     world, unit = GROUPS[group]
     announced = []
