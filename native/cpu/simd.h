@@ -299,7 +299,7 @@ inline float vhmax(vf v) {
 }
 
 // y, but 0 where x < least. NaN counts as not less.
-inline vf vor_zero(vf y, vf x, vf least) {
+inline vf vzero_below(vf y, vf x, vf least) {
 #if defined(AS_ISA_AVX512)
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), y);
 #elif defined(AS_ISA_AVX2)
@@ -327,7 +327,7 @@ inline vf vexp(vf x) {
   p = vfma(p, r, vset(0.5f));
   p = vfma(p, r, vset(1.0f));
   p = vfma(p, r, vset(1.0f));
-  return vor_zero(vscale2(p, n), x, low);  // x < low gives exactly 0: a masked score must not contribute
+  return vzero_below(vscale2(p, n), x, low);  // x < low gives exactly 0: a masked score must not contribute
 }
 
 // (e^2x - 1) / (e^2x + 1), within 2e-7; beyond 10 it is 1.

@@ -112,6 +112,22 @@ def test_tables_of_experts_that_are_refused(attributes, weights, problem):
         own.op("router", (x,), 1, [own.vector(3 * VOCAB)] * weights, rows=routed, top_k=3, **attributes)
 
 
+@pytest.mark.parametrize("experts", [[0, 1, 5], [0, -1, 2], [0, 2, 2], [0, 1, 1.5], [0, 1, float("nan")]])
+def test_experts_of_a_token_that_are_none(experts):
+    own = toy()
+    x = embedded(own, 7)
+    routed = own.program.add_row_set(ALL, 3)
+    logits = own.op("linear", (x,), 5, (own.matrix(5, 7),))
+    table = np.tile([0.0, 1, 2], (VOCAB, 1))
+    table[2] = experts
+    scores = own.op("router", (logits,), 1, (own.vector(table.ravel()),), rows=routed, top_k=3, scores="sqrt_softplus",
+                    by_token=True)
+    y = own.op("expert_linear", (x,), 7, (own.matrix(5 * 7, 7),), rows=routed, experts=5)
+    own.finish(own.op("combine_experts", (y, scores), 7, rows=ALL))
+    with pytest.raises(ValueError, match="experts of token 2 must be 3 different numbers from 0 to 4"):
+        compiled(own, 1)
+
+
 # -- attention over compressed positions -------------------------------------------------------------------------------
 GROUPS = (("full", 0), ("sliding", 30), ("sliding", 80))
 

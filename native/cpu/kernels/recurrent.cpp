@@ -89,7 +89,7 @@ AS_INLINE void decay_columns(const float* keys, const float* factors, int count,
       const size_t at = j * ld + v * W;
       vstore(rows + at, vmul(vload(keys + at), left[v]));
       const vf next = vmul(left[v], vload(factors + at));
-      left[v] = vor_zero(next, next, vset(kLeastFactor));
+      left[v] = vzero_below(next, next, vset(kLeastFactor));
     }
   for (int v = 0; v < V; v++) vstore(whole + v * W, left[v]);
 }

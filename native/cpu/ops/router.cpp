@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 
 #include "common/exact.h"
 #include "cpu/ops/ops.h"
@@ -46,6 +48,7 @@ class Router : public BoundOp {
         groups_(b.parts[0].op.integer("groups")),
         top_groups_(b.parts[0].op.integer("top_groups")),
         by_largest_(!std::strcmp(b.parts[0].op.choice("group_scores"), "largest")) {
+    if (table_) check_table();
     routing_.begin_router(in_.width);
     for (int i = 0; i < core_.pool.size(); i++) scratch_.emplace_back(in_.width, groups_);
   }
@@ -84,12 +87,27 @@ class Router : public BoundOp {
     return sigmoid_ ? 1 / (1 + exact::exp(-(double)logit)) : std::sqrt(exact::softplus((double)logit));
   }
 
-  // The table's experts, which must ascend. A token beyond the table has the last row's.
+  // A checkpoint may hold anything: each token needs as many different experts as it is sent to.
+  void check_table() const {
+    const int top = routing_.top;
+    const size_t rows = table_->size() / top;
+    for (size_t row = 0; row < rows; row++)
+      for (int i = 0; i < top; i++) {
+        const float* experts = table_->data() + row * top;
+        const bool is_expert = experts[i] >= 0 && experts[i] < (float)in_.width && experts[i] == std::floor(experts[i]);
+        if (is_expert && std::find(experts, experts + i, experts[i]) == experts + i) continue;
+        throw std::invalid_argument("op router: the table's experts of token " + std::to_string(row) + " must be " +
+                                    std::to_string(top) + " different numbers from 0 to " +
+                                    std::to_string(in_.width - 1));
+      }
+  }
+
+  // The table's experts, in ascending order. A token beyond the table has the last row's.
   void route_by_token(int r, int token) {
     const int top = routing_.top, rows = (int)table_->size() / top;
     const float* experts = table_->data() + (size_t)std::clamp(token, 0, rows - 1) * top;
     int* chosen = &routing_.chosen[r * top];
-    for (int i = 0; i < top; i++) chosen[i] = std::clamp((int)experts[i], 0, in_.width - 1);
+    for (int i = 0; i < top; i++) chosen[i] = (int)experts[i];
     std::sort(chosen, chosen + top);
     double total = normalized_ ? 0 : 1;
     for (int i = 0; i < top && normalized_; i++) total += own_score(in_.row(r)[chosen[i]]);
