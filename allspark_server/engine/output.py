@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 256
 # The engine's thread delivers steps of up to so many sequences itself: waking the output stage would take longer.
 FEW = 8
-REST_SECONDS = 20e-6
+REST_SECONDS = 20e-6  # after first tokens, in which the event loop gets the interpreter's lock
 _ALIVE_SECONDS = 1.0  # time between a waiting thread's checks that the output stage's thread is alive
 _NO_TOP: list[tuple[int, float]] = []  # never filled
 

@@ -230,8 +230,8 @@ class RankModel:
                 dim, width = int(op.attrs["head_dim"]), blocks[1].width_of(rank, self.world)
                 layers[place] = width // dim * device.span_bytes(size, dim, self.cache_dtype, self.graph.whole_texts)
         groups = Counter[int]()
-        for (group, _), size in layers.items():
-            groups[group] += size
+        for (group, _), of_layer in layers.items():
+            groups[group] += of_layer
         return max(groups.values(), default=0)
 
     def state_bytes(self, device: Device, rank: int | None = None) -> tuple[int, int]:

@@ -6,6 +6,8 @@ never run. The template gives the text that the program gives if the tools are i
 # ruff: noqa: RUF001
 from __future__ import annotations
 
+from .dsml import template
+
 _TOOLS = """## Tools
 
 You have access to a set of tools you can use to answer the user's question.
@@ -73,18 +75,7 @@ _MESSAGES = """\
 {{- (message['reasoning_content'] or '') + '</think>' -}}
 {%- endif -%}
 {{- message['content'] or '' -}}
-{%- if message['tool_calls'] -%}
-{{- '\\n\\n<DSML:function_calls>' -}}
-{%- for call in message['tool_calls'] -%}
-{{- '\\n<DSML:invoke name="' + call['function']['name'] + '">\\n' -}}
-{%- for key, value in call['function']['arguments'].items() -%}
-{{- '<DSML:parameter name="' + key + '" string="' + ('true' if value is string else 'false') + '">' -}}
-{{- (value if value is string else value | tojson) + '</DSML:parameter>' + ('' if loop.last else '\\n') -}}
-{%- endfor -%}
-{{- '\\n</DSML:invoke>' -}}
-{%- endfor -%}
-{{- '\\n</DSML:function_calls>' -}}
-{%- endif -%}
+CALLS
 {{- '<｜end▁of▁sentence｜>' -}}
 {%- else -%}
 {{- raise_exception('role=' + message['role'] + ' is not known; allowed: system, developer, user, assistant, tool') -}}
@@ -92,4 +83,4 @@ _MESSAGES = """\
 {%- endfor -%}
 """
 
-CHAT = ("{%- macro described() -%}" + _TOOLS + "{% endmacro -%}" + _MESSAGES).replace("DSML:", "｜DSML｜")
+CHAT = template("{%- macro described() -%}" + _TOOLS + "{% endmacro -%}" + _MESSAGES, "function_calls")

@@ -8,6 +8,8 @@ Reasoning before the last message of the user is shown again only if there are t
 # ruff: noqa: RUF001
 from __future__ import annotations
 
+from .dsml import template
+
 _MOST = """\
 Reasoning Effort: Absolute maximum with no shortcuts permitted.
 You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, \
@@ -76,18 +78,7 @@ _MESSAGES = """\
 {{- (message['reasoning_content'] or '') + '</think>' -}}
 {%- endif -%}
 {{- message['content'] or '' -}}
-{%- if message['tool_calls'] -%}
-{{- '\\n\\n<DSML:tool_calls>' -}}
-{%- for call in message['tool_calls'] -%}
-{{- '\\n<DSML:invoke name="' + call['function']['name'] + '">\\n' -}}
-{%- for key, value in call['function']['arguments'].items() -%}
-{{- '<DSML:parameter name="' + key + '" string="' + ('true' if value is string else 'false') + '">' -}}
-{{- (value if value is string else value | tojson) + '</DSML:parameter>' + ('' if loop.last else '\\n') -}}
-{%- endfor -%}
-{{- '\\n</DSML:invoke>' -}}
-{%- endfor -%}
-{{- '\\n</DSML:tool_calls>' -}}
-{%- endif -%}
+CALLS
 {{- '<｜end▁of▁sentence｜>' -}}
 {%- else -%}
 {{- raise_exception('role=' + message['role'] + ' is not known; allowed: system, developer, user, assistant, tool') -}}
@@ -100,5 +91,5 @@ _MESSAGES = """\
 {%- endfor -%}
 """
 
-CHAT = ("{%- macro most() -%}" + _MOST + "{% endmacro -%}{%- macro described() -%}" + _TOOLS + "{% endmacro -%}"
-        + _MESSAGES).replace("DSML:", "｜DSML｜")
+CHAT = template("{%- macro most() -%}" + _MOST + "{% endmacro -%}{%- macro described() -%}" + _TOOLS + "{% endmacro -%}"
+                + _MESSAGES, "tool_calls")

@@ -118,6 +118,17 @@ class Renamed(Changed):
         return self.source.form(self.inner[name]) if name in self.inner else None
 
 
+class EachRenamed(Renamed):
+    """A view that derives the name of each tensor from its name in the source: the base class of such views."""
+
+    def __init__(self, source: Source):
+        super().__init__(source, {self.own_name(stored): stored for stored in source.names()})
+
+    def own_name(self, stored: str) -> str:
+        """The view's name of a tensor."""
+        raise NotImplementedError
+
+
 class TextPart(Renamed):
     """The text part of a multimodal checkpoint, with the names of a text-only checkpoint."""
 
@@ -191,7 +202,7 @@ class VisionPart(Renamed):
                                    tensor.data.reshape(shape))
 
 
-class BareEncoder(Renamed):
+class BareEncoder(EachRenamed):
     """An encoder's checkpoint without the name of the base model before its tensors, which checkpoints with a head
     have; norms of checkpoints that came from TensorFlow have `gamma` and `beta`.
     """
@@ -199,38 +210,33 @@ class BareEncoder(Renamed):
     PREFIXES = ("bert.", "roberta.", "model.", "new.", "gte.", "nomic_bert.")
     ENDS = ((".gamma", ".weight"), (".beta", ".bias"))
 
-    def __init__(self, source: Source):
-        found = {}
-        for stored in source.names():
-            name = next((stored[len(prefix):] for prefix in self.PREFIXES if stored.startswith(prefix)), stored)
-            for old, new in self.ENDS:
-                name = name.removesuffix(old) + new if name.endswith(old) else name
-            found[name] = stored
-        super().__init__(source, found)
+    def own_name(self, stored: str) -> str:
+        """See EachRenamed."""
+        name = next((stored[len(prefix):] for prefix in self.PREFIXES if stored.startswith(prefix)), stored)
+        for old, new in self.ENDS:
+            name = name.removesuffix(old) + new if name.endswith(old) else name
+        return name
 
 
-class PrefixedModel(Renamed):
+class PrefixedModel(EachRenamed):
     """A checkpoint of a base model, whose names lack the `model.` that those of its model with a head have."""
 
-    def __init__(self, source: Source):
-        super().__init__(source, {name if name.startswith("model.") else f"model.{name}": name
-                                  for name in source.names()})
+    def own_name(self, stored: str) -> str:
+        """See EachRenamed."""
+        return stored if stored.startswith("model.") else f"model.{stored}"
 
 
-class BlockSparseMoe(Renamed):
+class BlockSparseMoe(EachRenamed):
     """A checkpoint of Kimi Linear with DeepSeek's names for MLPs and experts."""
 
     PARTS = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."),
              (".self_attn.forget_gate.", ".self_attn."))
 
-    def __init__(self, source: Source):
-        found = {}
-        for stored in source.names():
-            name = stored
-            for old, new in self.PARTS:
-                name = name.replace(old, new)
-            found[name] = stored
-        super().__init__(source, found)
+    def own_name(self, stored: str) -> str:
+        """See EachRenamed."""
+        for old, new in self.PARTS:
+            stored = stored.replace(old, new)
+        return stored
 
 
 class DenseModules(Renamed):
@@ -254,7 +260,7 @@ class DenseModules(Renamed):
         return None if dense else self.source.form(name)
 
 
-class DeepseekNames(Renamed):
+class DeepseekNames(EachRenamed):
     """DeepSeek-V4 with the names of published checkpoints. transformers writes some of its own. Experts of tokens are
     floats, which hold their numbers exactly.
     """
@@ -262,14 +268,12 @@ class DeepseekNames(Renamed):
     OWN = (("embed_tokens.weight", "embed.weight"), ("lm_head.weight", "head.weight"), ("hc_head.hc_", "hc_head_"))
     EXPERTS = ".tid2eid"
 
-    def __init__(self, source: Source):
-        found = {}
-        for stored in source.names():
-            name = stored.removeprefix("model.")
-            for written, published in self.OWN:
-                name = published + name[len(written):] if name.startswith(written) else name
-            found[name.replace(".attn.norm.", ".attn.kv_norm.")] = stored
-        super().__init__(source, found)
+    def own_name(self, stored: str) -> str:
+        """See EachRenamed."""
+        name = stored.removeprefix("model.")
+        for written, published in self.OWN:
+            name = published + name[len(written):] if name.startswith(written) else name
+        return name.replace(".attn.norm.", ".attn.kv_norm.")
 
     def get(self, name: str) -> StoredTensor:
         """See `Source.get`."""

@@ -66,6 +66,7 @@ AS_BOTH inline double log(double x) {
 inline double pow(double base, double exponent) { return exp(exponent * log(base)); }
 
 // log(1 + e^x).
+inline double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 inline double softplus(double x) { return std::max(x, 0.0) + log(1 + exp(-std::fabs(x))); }
 
 struct Angle {

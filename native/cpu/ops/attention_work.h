@@ -22,6 +22,7 @@
 #include "cpu/cache.h"
 #include "cpu/core.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/ops/entries.h"
 
 namespace as {
 
@@ -49,11 +50,11 @@ struct AttentionShape {
   }
   // How long the list of a row at `position` is.
   int list_of(int position) const {
-    const int entries = rate ? (position + 1) / rate : 0;
+    const int entries = entries_seen(position + 1, rate);
     return std::min(position + 1, listed) + (selected ? std::min(entries, selected) : entries);
   }
   // How many positions and entries a row of a context of that length sees at most.
-  int longest(int context) const { return listed ? std::min(context, listed) + (rate ? context / rate : 0) : context; }
+  int longest(int context) const { return listed ? std::min(context, listed) + entries_seen(context, rate) : context; }
   // The first position that a row at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
   // Where the positions end that a row at `position` sees, of a sequence with `end` positions.

@@ -42,8 +42,9 @@ class Compress : public BoundOp {
       write_latent(rows_.layout, span_of(batch, row.slot, row.position), row.position % rows_.layout.span_size,
                    in_.row(r));
     }
-    Own own(*this);
     const auto [e0, e1] = part((int)completed_.size(), thread, core_.pool.size());
+    if (e0 == e1) return;  // as in most steps that decode
+    Own own(*this);
     for (int i = e0; i < e1; i++) complete(batch, *completed_[i].item, completed_[i].entry, own);
   }
 

@@ -9,12 +9,12 @@ namespace as {
 // The most entries that a span holds.
 inline int entries_of_span(int span_size, int rate) { return (span_size + rate - 1) / rate; }
 
+// How many entries a row sees that is the last of so many positions. rate: 0 if there are none.
+inline int entries_seen(int positions, int rate) { return rate ? positions / rate : 0; }
+
 struct EntryCache {
   LayerCache cache;
   int group = 0, rate = 0, span_size = 0;
-
-  // How many entries a row sees that is the last of so many positions.
-  int seen(int positions) const { return rate ? positions / rate : 0; }
 
   char* row(const Slot& slot, int entry) const {
     const int index = ((entry + 1) * rate - 1) / span_size, before = index * span_size / rate;

@@ -94,7 +94,7 @@ class GatedDelta : public DeferredState {
         k.add_products(k_weights, 0, 1, deltas, value_, i, known, 0, value_);
         const float* v = x_.row(row + r) + 2 * units_ * key_ + head * value_;
         const double b = gates_.row(row + r)[heads_ * decays_ + head];
-        const float beta = (float)(1 / (1 + exact::exp(-b)));
+        const float beta = (float)exact::sigmoid(b);
         for (int d = 0; d < value_; d++) delta[d] = beta * (v[d] - known[d]);
         k.add_products(q_weights, 0, 1, deltas, value_, i + 1, out, 0, value_);
         std::copy_n(out, value_, y_.row(row + r) + head * value_);

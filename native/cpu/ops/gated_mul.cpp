@@ -10,10 +10,9 @@ class GatedMul : public RowOp {
  public:
   explicit GatedMul(const Binding& b)
       : core_(b.core),
-        multiply_(b.parts[0].is(Op::silu_mul)           ? b.core.k.silu_mul
-                  : b.parts[0].is(Op::limited_silu_mul) ? b.core.k.silu_mul
-                  : b.parts[0].is(Op::gelu_tanh_mul)    ? b.core.k.gelu_tanh_mul
-                                                        : b.core.k.gelu_mul),
+        multiply_(b.parts[0].is(Op::gelu_mul)        ? b.core.k.gelu_mul
+                  : b.parts[0].is(Op::gelu_tanh_mul) ? b.core.k.gelu_tanh_mul
+                                                     : b.core.k.silu_mul),
         in_(b.parts[0].in()),
         out_(b.parts[0].out()) {
     const OpNode& op = b.parts[0].op;

@@ -101,7 +101,7 @@ class Indexer : public BoundOp {
  private:
   int take() { return taken_.fetch_add(1, std::memory_order_relaxed); }
   // How much a row sees that is the last of so many positions.
-  int seen(int positions) const { return rate_ ? positions / rate_ : positions; }
+  int seen(int positions) const { return rate_ ? entries_seen(positions, rate_) : positions; }
   float* scores(int number) const { return scratch_.as<float>() + number * stride_; }
 
   // Writes the keys of a thread's rows. Rows that see few positions select all of them.

@@ -84,7 +84,7 @@ class Router : public BoundOp {
 
   // A score that does not depend on those of other experts.
   double own_score(float logit) const {
-    return sigmoid_ ? 1 / (1 + exact::exp(-(double)logit)) : std::sqrt(exact::softplus((double)logit));
+    return sigmoid_ ? exact::sigmoid(logit) : std::sqrt(exact::softplus((double)logit));
   }
 
   // A checkpoint may hold anything: each token needs as many different experts as it is sent to.

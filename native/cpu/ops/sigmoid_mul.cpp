@@ -13,7 +13,7 @@ class SigmoidMul : public BoundOp {
     const auto [r0, r1] = my_rows(core_, x_, batch, thread);
     for (int r = r0; r < r1; r++) {
       const float* x = x_.row(r);
-      const float factor = (float)(1 / (1 + exact::exp(-(double)*gate_.row(r))));
+      const float factor = (float)exact::sigmoid(*gate_.row(r));
       core_.k.weighted_sum(&x, &factor, 1, x_.row(r), x_.width);
     }
   }

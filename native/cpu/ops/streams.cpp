@@ -8,8 +8,6 @@
 namespace as {
 namespace {
 
-float sigmoid(float x) { return (float)(1 / (1 + exact::exp(-(double)x))); }
-
 class StreamWeights : public RowOp {
  public:
   explicit StreamWeights(const Binding& b)
@@ -29,9 +27,9 @@ class StreamWeights : public RowOp {
     for (int r = r0; r < r1; r++) {
       float* x = x_.row(r);
       for (int i = 0; i < x_.width; i++) x[i] = x[i] * factors_[std::min(i / streams_, 2)] + base_[i];
-      for (int i = 0; i < streams_; i++) x[i] = sigmoid(x[i]) + eps_;
+      for (int i = 0; i < streams_; i++) x[i] = (float)exact::sigmoid(x[i]) + eps_;
       if (x_.width == streams_) continue;
-      for (int i = streams_; i < 2 * streams_; i++) x[i] = 2 * sigmoid(x[i]);
+      for (int i = streams_; i < 2 * streams_; i++) x[i] = 2 * (float)exact::sigmoid(x[i]);
       mix(x + 2 * streams_, sums.data());
     }
   }
