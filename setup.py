@@ -384,16 +384,14 @@ class BuildExt(build_ext):
         return [f"-I{d}" for d in [*include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
 
     def compiled(self, jobs, include_dirs) -> list[str]:
-        """Compiles jobs, each a source and a compiler with its flags; returns the objects. An object that is newer than
-        its source and all headers is kept. Its folder is named after the command, so that no other one's is taken.
+        """Compiles jobs, each a source and a compiler with its flags; returns the objects. An object is kept while its
+        source and the headers that it includes have the contents that it was compiled from: `.inputs` beside it has
+        their digests. Its folder is named after the command, so that no other one's is taken.
         """
         import pybind11
 
         headers_of = [pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX")]
-        headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)
-                   if "client" not in p.parts]     # native/client is built by CMake
         includes = self.include_flags(include_dirs)
-        newest_header = max(Path(p).stat().st_mtime for p in headers)
         began = told = time.monotonic()
         done = 0
 
@@ -404,11 +402,14 @@ class BuildExt(build_ext):
             command = [version_of(compiler), *flags, *headers_of]
             digest = hashlib.sha256("\0".join(command).encode()).hexdigest()[:12]
             target = self.objects / digest / source.relative_to(ROOT).with_suffix(".o")
-            if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
+            if not is_current(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = target.with_suffix(".unfinished.o")
-                self.spawn([compiler, *flags, *includes, "-c", str(source), "-o", str(unfinished)])
+                unfinished, rule = target.with_suffix(".unfinished.o"), target.with_suffix(".d")
+                self.spawn([compiler, *flags, *includes, "-MMD", "-MF", str(rule), "-c", str(source), "-o", str(unfinished)])
+                inputs_of(target).unlink(missing_ok=True)
                 unfinished.replace(target)
+                inputs_of(target).write_text("".join(f"{content_digest(path)} {path}\n" for path in inputs_in(rule)))
+                rule.unlink()
             done += 1
             if time.monotonic() - told > PROGRESS_SECONDS:
                 told = time.monotonic()
@@ -417,6 +418,33 @@ class BuildExt(build_ext):
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             return list(pool.map(compile_one, jobs))
+
+
+def inputs_of(target: Path) -> Path:
+    """The file that names what an object was compiled from: a digest and a path in the repository a line."""
+    return target.with_suffix(".inputs")
+
+
+def inputs_in(rule: Path) -> list[Path]:
+    """The files of this repository that a compiler's Makefile rule (`-MMD`) names as prerequisites."""
+    prerequisites = rule.read_text().replace("\\\n", " ").partition(": ")[2].split()
+    paths = {(ROOT / path).resolve() for path in prerequisites}
+    return sorted(path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT))
+
+
+@functools.cache
+def content_digest(path: Path) -> str:
+    """The SHA-256 digest of a file of this repository; empty if it is gone."""
+    file = ROOT / path
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def is_current(target: Path) -> bool:
+    """Whether an object is there and what it was compiled from has not changed."""
+    if not (target.is_file() and inputs_of(target).is_file()):
+        return False
+    inputs = [line.split(" ", 1) for line in inputs_of(target).read_text().splitlines()]
+    return bool(inputs) and all(content_digest(Path(path)) == digest for digest, path in inputs)
 
 
 class NamedDistribution(Distribution):
