@@ -360,12 +360,12 @@ RECURRENT = {
                                                     attention_bias=True, linear_num_heads=4,
                                                     linear_head_dim=33, linear_conv_kernel_dim=3,
                                                     mlp_layer_types=["dense"] * 2 + ["sparse"] * 3, **_LATENT)),
-    # Bounded decays; pools of 4 positions, of which a few are selected; streams; limits; groups of experts.
+    # Bounded decays; pools of 4 positions; streams; limits; groups of experts.
     "glm5-next": Spec("glm5_next", _sizes(72, 7, 7, 151, 4, moe_intermediate_size=176, n_routed_experts=8,
                                           num_experts_per_tok=3, n_group=4, topk_group=2, q_lora_rank=40,
                                           kv_lora_rank=24, qk_nope_head_dim=12, v_head_dim=20, linear_num_heads=5,
                                           linear_head_dim=20, layer_types=["linear_attention", "indexed_attention"] * 2,
-                                          mlp_layer_types=["dense"] + ["sparse"] * 3, index_topk=20, index_kpool=4,
+                                          mlp_layer_types=["dense"] + ["sparse"] * 3, index_topk=64, index_kpool=4,
                                           index_n_heads=19, index_head_dim=24, swiglu_limit=0.8, pad_token_id=0)),
     # A layer that shares a selection, of more than a block, by pools of a prime number; eight streams; more heads than
     # a tile of attention has rows; biases; whole experts.
