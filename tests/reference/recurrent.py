@@ -54,7 +54,7 @@ def bounded_decay(a: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray, bound: 
     """The decay bound * sigmoid(exp(a_log) * (a + dt_bias)) of GLM-5.3-Flash (transformers' `Glm5NextTextForgetGate`).
     Shapes are those of softplus_decay.
     """
-    return bound / (1 + np.exp(-np.exp(a_log) * (a + dt_bias)))
+    return bound * (1 + np.tanh(np.exp(a_log) * (a + dt_bias) / 2)) / 2
 
 
 def causal_convolution(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None,
