@@ -74,8 +74,8 @@ def _layers(fields: Fields) -> tuple[int, ...]:
     layers = [layer for layer, kind in enumerate(types) if kind == "linear_attention"]
     others = [layer for layer in range(count) if layer not in layers]
     if len(types) != count or any(kind not in known for kind in types) or not others:
-        raise fields.error("layer_types", f"must hold linear_attention or deepseek_sparse_attention, which at least one "
-                                          f"layer has, for each of {count} layers")
+        raise fields.error("layer_types", f"must hold linear_attention or deepseek_sparse_attention, which at least "
+                                          f"one layer has, for each of {count} layers")
     for name, wanted in (("kda_layers", layers), ("full_attn_layers", others)):
         if own.get(name, list, wanted) != wanted:
             raise own.error(name, f"is {own.values[name]!r}: layer_types has {wanted}")

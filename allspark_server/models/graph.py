@@ -517,9 +517,9 @@ class Graph:
 
     def pooled_indexer(self, queries: Tensor, weights: Tensor, both: Tensor, bias: str, rate: int, selected: int,
                        out: str = "seen") -> Tensor:
-        """Compresses the keys of each `rate` positions, of [keys | gates], and returns the positions of those of the best
-        scores, `selected` positions in all, and of the last ones, which are not compressed yet. The compressed keys lie
-        in the cache after the layers' rows. bias: the name of the gates' bias.
+        """Compresses the keys of each `rate` positions, of [keys | gates], and returns the positions of those with the
+        best scores, `selected` positions in all, and the last ones, which are not compressed yet. The compressed keys
+        lie in the cache after the layers' rows. bias: the name of the gates' bias.
         """
         before = sum(op.type == "compress" for op in self.ops)
         place = 0, len(self._places) + before

@@ -283,7 +283,8 @@ void check_indexer(const Program& p, const OpNode& op) {
   if ((op.inputs.size() == 2) != (op.integer("rate") > 0)) throw wrong(op, "it takes either a key or a rate");
   const long rate = op.integer("rate"), width = p.out(op).width;
   if (op.flag("positions") && (!rate || width < rate || (width + 1) % rate))
-    throw wrong(op, std::to_string(width) + " columns, expected positions of entries of `rate` each, and rate - 1 more");
+    throw wrong(op,
+                std::to_string(width) + " columns, expected positions of entries of `rate` each, and rate - 1 more");
   if (op.inputs.size() > 2) return check_cached_rows(p, op);
   for (int input : op.inputs)
     if (p.tensors()[input].rows != kAllRows) throw wrong(op, "its inputs must have a row for each token");

@@ -1,6 +1,6 @@
 """Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1, Kimi Linear,
-GLM-5.3-Flash) against transformers, and their properties: the same bits in every batch and however a history is cut, checkpoints of
-states in the prefix cache and its host tier.
+GLM-5.3-Flash) against transformers, and their properties: the same bits in every batch and however a history is cut,
+checkpoints of states in the prefix cache and its host tier.
 
 By default only a part runs; -m "slow or not slow" runs all.
 """

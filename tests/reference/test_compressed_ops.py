@@ -1,5 +1,5 @@
-"""Ops of DeepSeek-V4 and GLM-5.3-Flash on the CPU against the reference backend: attention over compressed positions
-and to pools of positions, residual streams, rotations of a head's last features, and routers with a table of experts.
+"""Ops of DeepSeek-V4 on the CPU against the reference backend: attention over compressed positions, residual streams,
+rotations of a head's last features, and routers with a table of experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def test_streams(streams, iterations, width, threads):
     own.op("stream_weights", (pre,), None, (own.vector(1), own.vector(streams)), streams=streams, iterations=1,
            eps=1e-3)
     own.op("add", (y, own.op("merge_streams", (x, pre), width)))
-    own.op("add", (y, own.op("merge_streams", (x,), width)))
     own.finish(own.op("concat", (x, y), (streams + 1) * width))
     compare(own, threads=threads)
 
@@ -157,26 +156,10 @@ def compressed(own: Toy, heads: int, dim: int, rate: int, selected: int = 0, ove
                   scale=0.3, rate=rate, entry_layer=0, entry_group=0)
 
 
-def pooled(own: Toy, heads: int, latent: int, rope: int, pool: int, selected: int) -> int:
-    """Latent attention to pools of positions, of which an indexer selects so many."""
-    x = own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)))
-    absorbed, rotated, kept, both, asked, weights = (
-        own.op("linear", (x,), width, (own.matrix(width, 31),))
-        for width in (heads * latent, heads * rope + 3, latent + rope, 2 * 12, 13 * 12, 13))
-    place = {"rate": pool, "layer": 1, "cache_group": 0}
-    own.op("compress", (both,), None, (own.vector(pool * 12),), eps=0, rows_layer=0, rows_group=1, **place)
-    seen = own.op("indexer", (asked, weights), selected * pool + pool - 1, positions=True, **place)
-    return own.op("latent_attention", (absorbed, rotated, kept, seen), heads * latent, layer=0, latent_dim=latent,
-                  rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope)), rate=pool)
-
-
-POOLS = (("latent", 0), ("sliding", 7))
-
-
-def spans_of(slot: int, begin: int, end: int, room: int, groups: int = 3) -> dict[str, list]:
+def spans_of(slot: int, begin: int, end: int, room: int) -> dict[str, list]:
     """Spans of all groups of a slot for positions up to `end`, of which those up to `begin` have some."""
     fresh = range(-(-begin // 16), -(-end // 16))
-    first, *others = ([room * (groups * slot + group) + span for span in fresh] for group in range(groups))
+    first, *others = ([room * (3 * slot + group) + span for span in fresh] for group in range(3))
     return {"spans": first, "other_spans": others}
 
 
@@ -226,55 +209,13 @@ def test_bits_of_compressed_positions_do_not_depend_on_chunks(rate, overlapping,
         assert error <= EXACT * np.sqrt(np.mean(expected ** 2))
 
 
-@pytest.mark.parametrize("cache, tolerance", [("float32", EXACT), ("bfloat16", 4e-2), ("int8", 8e-2)])
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("heads, latent, rope, pool, selected", [
-    (3, 24, 0, 4, 300), (17, 33, 6, 3, 1000), (19, 64, 0, 2, 700), (2, 20, 0, 7, 200)])
-def test_attention_to_all_pools(heads, latent, rope, pool, selected, threads, cache, tolerance):
-    """Without a selection, the positions of all pools and the last ones are all positions."""
-    own = Toy(SEED, groups=POOLS)
-    own.finish(pooled(own, heads, latent, rope, pool, selected))
-    executor, given = compiled(own, threads, dtype=cache, num_spans=128), prompts()
-    work = [item(slot, len(p), SAMPLE, **spans_of(slot, 0, len(p), 8, 2)) for slot, p in enumerate(given)]
-    data = plan(work, [start(slot, p) for slot, p in enumerate(given)])
-    expected = own.runner(num_spans=(128,) * 2).step(data).logits
-    error = np.abs(executor.step(data, True).logits - expected).max() / np.sqrt(np.mean(expected ** 2))
-    assert error <= tolerance
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("heads, rope, pool, selected", [(3, 0, 4, 1), (19, 0, 5, 40), (2, 6, 7, 3), (5, 0, 2, 300)])
-def test_bits_of_selected_pools_do_not_depend_on_chunks(heads, rope, pool, selected, cache, threads):
-    """Also where chunks end within a pool. Near the reference with a cache of floats."""
-    results, length = [], 1290
-    prompt = np.random.default_rng(3).integers(0, VOCAB, length).tolist()
-    for chunk in (length, 333, 47, 5):
-        own = Toy(7, groups=POOLS)
-        own.finish(pooled(own, heads, 20, rope, pool, selected))
-        executor, new = compiled(own, threads, dtype=cache, long=True, num_spans=512), [start(0, prompt)]
-        for begin in range(0, length, chunk):
-            end = min(begin + chunk, length)
-            result = executor.step(plan([item(0, end - begin, SAMPLE if end == length else 0,
-                                              **spans_of(0, begin, end, 100, 2))], new), True)
-            new = []
-        results.append(result.logits.tobytes())
-    assert all(found == results[0] for found in results)
-    if cache == "float32":
-        expected = own.runner(num_spans=(400,) * 2, max_length=2048, max_rows=2048).step(
-            plan([item(0, length, SAMPLE, **spans_of(0, 0, length, 100, 2))], [start(0, prompt)])).logits
-        error = np.abs(np.frombuffer(results[0], np.float32) - expected[0]).max()
-        assert error <= EXACT * np.sqrt(np.mean(expected ** 2))
-
-
-@pytest.mark.parametrize("pools", [False, True])
-def test_rejected_drafts_leave_no_entries(pools):
+def test_rejected_drafts_leave_no_entries():
     """Drafts complete entries; other tokens than these come, and have the bits that they have without drafts."""
     prompt = np.random.default_rng(4).integers(0, VOCAB, 41).tolist()
-    groups, found = POOLS if pools else GROUPS, []
+    found = []
     for drafts in ([], [1, 2, 3, 4, 5, 6]):
-        own = Toy(9, groups=groups)
-        x = pooled(own, 4, 12, 0, 5, 3) if pools else compressed(own, 4, 12, 4, 5, True)
+        own = Toy(9, groups=GROUPS)
+        x = compressed(own, 4, 12, 4, 5, True)
         own.finish(own.op("linear", (x,), VOCAB, (own.matrix(VOCAB, 48),)))
         executor, tokens, rows, new, have = compiled(own, 2, num_spans=128), [], [], [start(0, prompt)], 0
         for step in range(12):
@@ -282,7 +223,7 @@ def test_rejected_drafts_leave_no_entries(pools):
             begin = 0 if step == 0 else len(prompt) + len(tokens) - 1
             given = [] if step == 0 else [(draft + tokens[-1]) % VOCAB for draft in drafts]
             end = begin + count + len(given)
-            fresh, have = spans_of(0, 16 * have, max(end, 16 * have), 12, len(groups)), max(have, -(-end // 16))
+            fresh, have = spans_of(0, 16 * have, max(end, 16 * have), 12), max(have, -(-end // 16))
             flags, new_slots, new = SAMPLE | (GIVEN if given else 0), new, []
             result = executor.step(plan([item(0, count, flags, known=given, drafts=len(given), **fresh)], new_slots),
                                    True)
@@ -331,29 +272,6 @@ def test_attention_over_entries_that_is_refused(attributes, problem):
             "layer": 0, "cache_group": 1, "window": 29, "scale": 1.0, "rate": 0, **attributes})
     with pytest.raises(ValueError, match="it takes either a key or a rate"):
         own.op("indexer", (queries, own.op("linear", (x,), 2, (own.matrix(2, 31),))), 5, layer=0)
-
-
-@pytest.mark.parametrize("attributes, problem", [
-    ({"rate": 0}, "its fourth input is that of an indexer with another rate, or other outputs"),
-    ({"rate": 3}, "its fourth input is that of an indexer with another rate, or other outputs"),
-])
-def test_attention_to_pools_that_is_refused(attributes, problem):
-    own = Toy(groups=POOLS)
-    x = own.embedding(VOCAB, 24)
-    place = {"rate": 4, "layer": 1, "cache_group": 0}
-    own.op("compress", (x,), None, (own.vector(48),), eps=0, rows_layer=0, rows_group=1, **place)
-    asked, weights = (own.op("linear", (x,), width, (own.matrix(width, 24),)) for width in (24, 2))
-    with pytest.raises(ValueError, match="12 columns, expected positions of entries of `rate` each, and rate - 1 more"):
-        own.op("indexer", (asked, weights), 12, positions=True, **place)
-    seen = own.op("indexer", (asked, weights), 11, positions=True, **place)
-    rows = [own.op("linear", (x,), width, (own.matrix(width, 24),)) for width in (24, 3, 12)]
-    sizes = {"latent_dim": 12, "rope_dim": 0, "scale": 1.0}
-    with pytest.raises(ValueError, match=problem):
-        own.op("latent_attention", (*rows, seen), 24, layer=0, **{"rate": 4, **sizes, **attributes})
-    with pytest.raises(ValueError, match="a rate needs an indexer's output"):
-        own.op("latent_attention", rows, 24, layer=0, rate=4, **sizes)
-    with pytest.raises(ValueError, match="layer 1 of cache group 0 is taken"):
-        own.op("latent_attention", (*rows, seen), 24, layer=1, rate=4, **sizes)
 
 
 def test_a_quantized_cache_is_refused():

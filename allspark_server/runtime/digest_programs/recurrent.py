@@ -11,7 +11,7 @@ from .parts import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, RANK, VOCAB, finish
 def recurrent(weights: str, group: int, empty: Callable = on_cpu, kinds: tuple[int, ...] = (0, 1),
               **bounds: float) -> Any:
     """An executor with a model of two layers with a state: with a decay for each head, and for each channel, and with
-    each kind of gates. kinds: whether each layer's decays are for each channel. bounds: the attribute of bounded decays.
+    each kind of gates. kinds: whether each layer's decays are for each channel. bounds: lower_bound, if they have one.
     """
     e = empty()
     matrix, vector = weights_of(e, weights, group, iter(range(201, 300)))

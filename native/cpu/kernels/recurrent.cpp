@@ -169,7 +169,8 @@ void channel_decays(const float* a, const float* bias, double rate, int n, float
   }
 }
 
-void bounded_decays(const float* a, const float* bias, double rate, double bound, int n, float* decays, float* factors) {
+void bounded_decays(const float* a, const float* bias, double rate, double bound, int n, float* decays,
+                    float* factors) {
   for (int i = 0; i < n; i++) {
     const double x = -rate * ((double)a[i] + bias[i]), e = exp_of(x > 0 ? -x : x);
     decays[i] = (float)(bound * ((x > 0 ? 1.0 : e) / (1.0 + e)));

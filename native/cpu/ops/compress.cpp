@@ -102,7 +102,7 @@ class Compress : public BoundOp {
   const float* const bias_;  // [rate, width of gates]
   const float* const norm_;  // null: none
   const float eps_;
-  const int parts_, rate_, dim_;  // parts_: 2 if entries overlap
+  const int parts_, rate_, dim_;              // parts_: 2 if entries overlap
   const std::shared_ptr<RotaryTable> table_;  // null: entries are not rotated
   const int rows_group_;
   const LayerCache rows_;
