@@ -1,5 +1,5 @@
-"""Latent attention to pools of positions that an indexer selects by compressed keys (GLM-5.3-Flash), on the CPU against the
-reference backend.
+"""Latent attention to pools of positions that an indexer selects by compressed keys (GLM-5.3-Flash), on the CPU against
+the reference backend.
 """
 
 from __future__ import annotations
