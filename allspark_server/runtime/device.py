@@ -275,8 +275,7 @@ class Gpu(Device):
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = UNQUANTIZED
     missing_ops: ClassVar[dict[str, str]] = {
-        "pool_rows": "attention in both directions", "compressed_attention": "attention over compressed positions",
-        "stream_weights": "several residual streams", "limited_silu_mul": "a limited SwiGLU"}
+        "pool_rows": "attention in both directions", "compressed_attention": "attention over compressed positions"}
     classifies = False
     for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
     tower_rate = 2e13

@@ -177,8 +177,8 @@ auto key_of(const Matrix& w) {
 }
 
 auto key_of(const Gemm& g) {
-  return std::tuple_cat(key_of(g.w),
-                        std::make_tuple(g.writes_16_bytes, g.gated, g.normed, g.fuses, g.pushed, g.few_columns));
+  return std::tuple_cat(key_of(g.w), std::make_tuple(g.writes_16_bytes, g.gated, g.normed, g.fuses, g.pushed,
+                                                     g.few_columns, g.long_rows));
 }
 
 template <typename Key, typename Table, typename Make>
@@ -203,7 +203,7 @@ void add_rows(std::vector<KernelTable::Row>& rows, const char* op, const std::st
   }
 }
 
-constexpr const char* kGemmNames[] = {"any",  "simt",    "small_n", "mma",      "mma_prefill",
+constexpr const char* kGemmNames[] = {"any",  "simt",    "small_n", "long_k",   "mma",    "mma_prefill",
                                       "gemv", "small_m", "split_k", "stream_k", "prefill"};
 
 }  // namespace
@@ -217,7 +217,8 @@ Gemm gemm_of(const GemmArgs& p) {
 
 GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wanted) {
   if (g.w.kind == Kind::mxfp4) throw std::invalid_argument("weights of type mxfp4 are for experts only");
-  if (g.w.kind == Kind::f32) return {g.few_columns ? GemmAlgo::small_n : GemmAlgo::simt};
+  if (g.w.kind == Kind::f32)
+    return {g.few_columns ? GemmAlgo::small_n : g.long_rows ? GemmAlgo::long_k : GemmAlgo::simt};
   if (wanted == GemmAlgo::any && rows == 1)
     if (const GemmAlgo algo = fused_algo(chip, g); algo != GemmAlgo::simt) return {algo, true};
   if (g.w.kind == Kind::dtype16) return {choose_dtype16(chip, g, rows, wanted)};

@@ -21,6 +21,7 @@ struct Gemm {
   bool fuses = false;           // its kernel may norm the single row of a step, or quantize it to 8 bits
   bool pushed = false;          // its 16-bit partial sums of few rows go to another GPU, too
   bool few_columns = false;     // logits of experts or gates of rows: float32, few columns
+  bool long_rows = false;       // products of residual streams: float32, few columns of long rows
 };
 // The properties of a product that is not normed or pushed.
 Gemm gemm_of(const GemmArgs& p);

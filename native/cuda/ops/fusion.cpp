@@ -23,7 +23,8 @@ bool read_from(const std::vector<OpNode>& ops, size_t first, int tensor) {
 bool is_gated(const std::vector<OpNode>& ops, const Weights& weights, size_t linear) {
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
-  const bool gates = next.is(Op::silu_mul) || (next.is(Op::clamped_silu_mul) && op.is(Op::expert_linear));
+  const bool limited = next.is(Op::clamped_silu_mul) || next.is(Op::limited_silu_mul);
+  const bool gates = next.is(Op::silu_mul) || (limited && op.is(Op::expert_linear));
   if (!gates || next.inputs[0] != made || weights.matrix(op.weights[0]).kind == Kind::f32) return false;
   for (size_t i = 0; i < ops.size(); i++)  // no other op reads the matrix, whose rows are reordered
     if (i != linear && has(ops[i].weights, op.weights[0])) return false;
@@ -99,7 +100,7 @@ bool norms_with_router(const Binding& b, size_t norm) {
 bool rotates_in_attention(const Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   return op.is(Op::rope) && next.is(Op::span_attention) && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
-         op.integer("head_dim") == next.integer("head_dim") &&
+         !op.integer("skip") && !op.flag("inverse") && op.integer("head_dim") == next.integer("head_dim") &&
          op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads");
 }
 

@@ -34,7 +34,6 @@ int bind_head_norm(Binding& b, size_t i) {
 
 int bind_rope(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
-  if (op.integer("skip") || op.flag("inverse")) refuse("op rope of other features than a head's first ones, or back");
   b.check_in_place(op);
   const auto table = b.workspace.rotary_tables.find(op.integer("table"));
   if (table == b.workspace.rotary_tables.end())
@@ -44,8 +43,10 @@ int bind_rope(Binding& b, size_t i) {
     b.rope = rotation, b.deferred = true;
     return 0;
   }
-  b.add_launch(kAllRows, [=, x = b.in(op), heads = heads_of(op), queue = b.queue](int rows) {
-    rope(x.values(), x.rows.width, heads, rotation.table, rotation.interleaved, rows, queue);
+  Heads heads = heads_of(op);
+  heads.offset += op.integer("skip");
+  b.add_launch(kAllRows, [=, x = b.in(op), inverse = op.flag("inverse"), queue = b.queue](int rows) {
+    rope(x.values(), x.rows.width, heads, rotation.table, rotation.interleaved, inverse, rows, queue);
   });
   return 0;
 }

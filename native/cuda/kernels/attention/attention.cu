@@ -330,7 +330,7 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
   if (a.cache.quantized()) {
     if (rope)
       cuda::rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table,
-                 interleaved, rows, queue);
+                 interleaved, false, rows, queue);
     const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
     start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
     return;

@@ -86,7 +86,8 @@ struct HeadNorm {
 };
 // RMS norm of each head of two groups of heads, such as queries and keys. A group may be empty (count 0).
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue);
-void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
+// inverse: rotates back.
+void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, bool inverse, int rows,
           const Queue& queue);
 
 // silu_mul() of columns in the order of pair_rows(). bias: null, or added first, in the order before pairing.

@@ -111,14 +111,15 @@ __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const i
   }
 }
 
-__global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, bool interleaved) {
+__global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, bool interleaved, bool inverse) {
   after_previous();
   const int row = blockIdx.x, half = t.dim / 2;
   for (int i = threadIdx.x; i < heads.count * half; i += blockDim.x) {
     const int pair = i % half;
     float* values = x + (size_t)row * width + heads.offset + (size_t)(i / half) * heads.head_dim;
     float &a = values[interleaved ? 2 * pair : pair], &b = values[interleaved ? 2 * pair + 1 : pair + half];
-    const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair], first = a;
+    const float c = t.cosine[(size_t)row * half + pair], first = a;
+    const float sine = t.sine[(size_t)row * half + pair], s = inverse ? -sine : sine;
     a = __fmul_rn(a, c) - __fmul_rn(b, s), b = __fmul_rn(b, c) + __fmul_rn(first, s);
   }
 }
@@ -166,9 +167,9 @@ void rotary_table(const RotaryTable& table, const int* positions, const int* pro
   start(queue, rotary_table_kernel, rows, 64, 0, table, positions, prompts);
 }
 
-void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
+void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, bool inverse, int rows,
           const Queue& queue) {
-  start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved);
+  start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved, inverse);
 }
 
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {
