@@ -113,6 +113,9 @@ void attend_latent_selected(const Attention& a, AttentionAlgo algo, const Attent
 void score_positions(const Indexer& p, int first, int rows, bool prompts, const Queue& queue) {
   AS_CALL(p.keys.dtype, score_positions, p, first, rows, prompts, queue);
 }
+void compress(const Compressor& p, int rows, const Queue& queue) {
+  AS_CALL(p.entries.cache.dtype, compress, p, rows, queue);
+}
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }
 

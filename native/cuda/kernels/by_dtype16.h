@@ -1,6 +1,7 @@
 // Ops that are compiled once for each 16-bit type (kernels/common/dtype16.h), in a namespace of each.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/attention/compress.h"
 #include "cuda/kernels/attention/indexer.h"
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/common/roofline.h"
@@ -46,6 +47,7 @@ namespace as::cuda {
   AS_OP(attend_latent_prefill);  \
   AS_OP(attend_latent_selected); \
   AS_OP(score_positions);        \
+  AS_OP(compress);               \
   AS_OP(gemm_heads);             \
   AS_OP(sum_ranks);              \
   AS_OP(gemm_experts);           \

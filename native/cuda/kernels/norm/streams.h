@@ -1,5 +1,5 @@
-// Residual streams (mHC): rows hold `streams` of them, one after the other. Their weights [pre | post | mix] are products
-// of the normed streams. float32 throughout.
+// Residual streams (mHC): rows hold `streams` of them, one after the other. Their weights [pre | post | mix] are
+// products of the normed streams. float32 throughout.
 #pragma once
 #include "cuda/kernels/common/types.h"
 
