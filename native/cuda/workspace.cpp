@@ -135,8 +135,6 @@ size_t index_span_bytes(int span_size, int dim, CacheType type) {
 static LayerCache row_cache(int rows, int features, CacheType type) {
   LayerCache cache{nullptr, type, rows, 1, features, (features + 7) / 8 * 8};
   cache.rows = true;
-  if (features > kLargestRow && type != CacheType::f32)
-    refuse("compressed positions of " + std::to_string(features) + " features, at most " + std::to_string(kLargestRow));
   if (cache.bits() < 16) refuse("attention over compressed positions with a cache of 8 or 4 bits");
   return cache;
 }
@@ -380,6 +378,9 @@ void Workspace::allocate_cache() {
     if (op.is(Op::span_attention) && !op.integer("kv_heads")) continue;  // it reads an earlier op's
     LayerCache layer =
         lists ? row_cache(limits.span_size, program.in(op, 1).width, limits.cache_type) : layer_of(program, op, limits);
+    if (lists && layer.head_dim > kLargestRow)
+      refuse("compressed positions of " + std::to_string(layer.head_dim) + " features, at most " +
+             std::to_string(kLargestRow));
     if (lists) layer.kv_heads = LatentHeads(latent_heads(program, op)).tiles;
     keep("cache_group", "layer", layer);
     partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);

@@ -25,13 +25,12 @@ __device__ void visit_rows(const Compressor& p, const int* table, int begin, int
 // A CTA for each row of the step. Most end at once: they are not the last of an entry's positions.
 __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constant__ Compressor p) {
   extern __shared__ float entry[];
-  let_next_begin();
+  after_previous();  // in every CTA: the next kernel waits for this one alone
   const int row = blockIdx.x, end = p.positions[row] + 1, rate = p.entries.rate;
   if (p.where[row] < 0 || end % rate) return;
   const int first = end - rate, begin = max(0, end - p.parts * rate), dim = p.entries.cache.head_dim,
             width = p.parts * dim;
   const int* table = p.tables + p.row_tables[row];
-  await_previous();
   float squares = 0;
   for (int i = threadIdx.x; i < dim; i += kThreads) {
     const auto column = [&](int position) { return position < first ? i : i + (p.parts - 1) * dim; };
