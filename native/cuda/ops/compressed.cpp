@@ -1,4 +1,5 @@
-// Attention over compressed positions (DeepSeek-V4): the entries, and the attention over lists of positions and entries.
+// Attention over compressed positions (DeepSeek-V4): the entries, and the attention over lists of positions and
+// entries.
 #include <algorithm>
 
 #include "cuda/kernels/attention/compress.h"

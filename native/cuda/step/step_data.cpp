@@ -216,7 +216,7 @@ void StepData::add_list_tiles(int row, int count, int start, int table, bool dec
     for (size_t list = 0; list < needs_.lists.size(); list++) {
       const int length = needs_.lists[list].length(start + i + 1), splits = kv_splits_of(length);
       reinterpret_cast<AttentionTile*>(host(lists_ + (2 * list + !decodes) * list_))[tiles] = {
-          row + i, 1, length - 1, table, kv_splits[list], kSelected};
+          row + i, 1, length - 1, table, decodes ? kv_splits[list] : 0, kSelected};
       if (!decodes) continue;
       kv_splits[list] += splits;
       if (splits > 1) size.kv_splits = 2;
