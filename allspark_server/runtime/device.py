@@ -386,7 +386,9 @@ class Gpu(Device):
         """See `Device.activation_bytes`."""
         config, net = model.config, model.graph.config
         split = 0 if model.graph.whole_texts else self._split_bytes(model)
-        partials = split * self._library.most_kv_splits(config.engine_max_batch, self._most_seen(model), split)
+        lists = any(op.type == "compressed_attention" for op in model.graph.ops)  # each row has a tile, drafts too
+        tiles = config.engine_max_batch + (self._library.MOST_DRAFTS if lists else 0)
+        partials = split * self._library.most_kv_splits(tiles, self._most_seen(model), split)
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = 4 * rows * sum(int(op.attrs["rotary_dim"]) for op in model.graph.ops if op.type == "rotary_table")
         dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED

@@ -415,9 +415,9 @@ void Workspace::allocate_cache() {
     layer.stride = each ? each : bytes, offset += layer.span_bytes();
   }
   if (needs.whole) partial = 0;  // all rows are in prefill tiles
-  max_kv_splits_ = needs.whole ? 0
-                               : most_kv_splits(std::min(limits.max_rows, limits.max_slots), most_seen,
-                                                partial * sizeof(float), limits.partial_bytes);
+  // Rows with lists have a tile each, drafts too.
+  const int tiles = std::min(limits.max_rows, limits.max_slots + (needs.lists.empty() ? 0 : kMostDrafts));
+  max_kv_splits_ = needs.whole ? 0 : most_kv_splits(tiles, most_seen, partial * sizeof(float), limits.partial_bytes);
   partials = Memory(partial * max_kv_splits_ * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory((size_t)limits.max_rows * kv_heads * sizeof(int), "partial results of attention");
   if (scores)
