@@ -217,8 +217,8 @@ Gemm gemm_of(const GemmArgs& p) {
 
 GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wanted) {
   if (g.w.kind == Kind::mxfp4) throw std::invalid_argument("weights of type mxfp4 are for experts only");
-  if (g.w.kind == Kind::f32)
-    return {g.few_columns ? GemmAlgo::small_n : g.long_rows ? GemmAlgo::long_k : GemmAlgo::simt};
+  if (g.w.kind == Kind::f32 && g.long_rows) return {GemmAlgo::long_k, g.normed};
+  if (g.w.kind == Kind::f32) return {g.few_columns ? GemmAlgo::small_n : GemmAlgo::simt};
   if (wanted == GemmAlgo::any && rows == 1)
     if (const GemmAlgo algo = fused_algo(chip, g); algo != GemmAlgo::simt) return {algo, true};
   if (g.w.kind == Kind::dtype16) return {choose_dtype16(chip, g, rows, wanted)};

@@ -28,7 +28,7 @@ Gemm gemm_of(const GemmArgs& p);
 
 struct GemmChoice {
   GemmAlgo algo = GemmAlgo::simt;
-  bool fused = false;  // the kernel itself norms or quantizes the single row
+  bool fused = false;  // the kernel itself norms or quantizes the single row, long_k all rows
 
   bool operator==(const GemmChoice& other) const { return algo == other.algo && fused == other.fused; }
 };

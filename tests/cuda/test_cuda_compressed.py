@@ -13,6 +13,7 @@ from support.compressed_toys import (
     GROUPS,
     compressed,
     limited,
+    normed_streams,
     rotated,
     routers,
     several_streams,
@@ -31,18 +32,20 @@ def test_streams(streams, iterations, width):
     compare(several_streams(streams, iterations, min(width, 16384 // streams)), 2 * EXACT)
 
 
-@pytest.mark.parametrize("width", [700, 4096, 513])
-def test_bits_of_streams_do_not_depend_on_other_rows(width):
+@pytest.mark.parametrize("width", [1, 7, 96, 531, 2048])
+@pytest.mark.parametrize("streams, iterations", [(1, 1), (3, 20), (4, 20), (17, 2)])
+def test_normed_streams(streams, iterations, width):
+    compare(normed_streams(streams, iterations, width), 4 * EXACT)
+
+
+@pytest.mark.parametrize("make", [several_streams, normed_streams])
+@pytest.mark.parametrize("width", [700, 1536, 513])
+def test_bits_of_streams_do_not_depend_on_other_rows(width, make):
     def logits(executor, given):
         work = [item(slot, 1, SAMPLE, spans=[slot]) for slot in range(len(given))]
         return executor.step(plan(work, [start(slot, [token]) for slot, token in enumerate(given)]), True).logits
 
-    own = Toy(5)
-    x = embedded(own, 4 * width)
-    weights = own.op("linear", (x,), 24, (own.matrix(24, 4 * width),))
-    own.op("stream_weights", (weights,), None, (own.vector(3), own.vector(24)), streams=4, iterations=20, eps=1e-6)
-    own.op("mix_streams", (x, own.op("merge_streams", (x, weights), width), weights))
-    own.finish(x)
+    own = make(4, 20, width)
     given = np.random.default_rng(1).integers(0, 53, 40).tolist()
     several = logits(compiled(own, slots=40), given)
     for count in (1, 2, 16, 17):
@@ -50,9 +53,9 @@ def test_bits_of_streams_do_not_depend_on_other_rows(width):
 
 
 def test_kernel_of_their_products():
-    own = several_streams(4, 2, 4096)
-    found = {row["shape"]: row["kernel"] for row in compiled(own).kernels() if row["op"] == "linear"}
-    assert set(found.values()) == {"long_k"} and len(found) == 2
+    for own, name in ((several_streams(4, 2, 4096), "long_k"), (normed_streams(4, 2, 512), "long_k, norms")):
+        found = {row["kernel"] for row in compiled(own).kernels() if row["shape"].startswith("float32 24 x")}
+        assert found == {name}
 
 
 # -- what ops that stood before have besides ---------------------------------------------------------------------------

@@ -32,6 +32,21 @@ def several_streams(streams: int, iterations: int, width: int) -> Toy:
     return own
 
 
+def normed_streams(streams: int, iterations: int, width: int, seed: int = SEED) -> Toy:
+    """Two parts of a layer, as models have them: norms before the products, and of the streams' sum."""
+    own, every = Toy(seed), streams * (2 + streams)
+    x = embedded(own, streams * width)
+    for _ in range(2):
+        normed = own.op("rms_norm", (x,), streams * width, (own.vector(streams * width),), eps=1e-5)
+        weights = own.op("linear", (normed,), every, (own.matrix(every, streams * width),))
+        own.op("stream_weights", (weights,), None, (own.vector(3), own.vector(every)), streams=streams,
+               iterations=iterations, eps=1e-3)
+        h = own.op("rms_norm", (own.op("merge_streams", (x, weights), width),), width, (own.vector(width),), eps=1e-5)
+        own.op("mix_streams", (x, own.op("linear", (h,), width, (own.matrix(width, width),)), weights))
+    own.finish(x)
+    return own
+
+
 def rotated(dim: int, rotary_dim: int, pairs: str) -> Toy:
     """The last features of three heads, there and, half as large, back."""
     own = Toy(SEED)

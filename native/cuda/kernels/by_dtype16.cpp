@@ -60,6 +60,10 @@ void activate(const float* x, Activation function, int rows, const Rows& out, co
 void gelu_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, gelu_mul, in, rows, out, queue);
 }
+void merge_and_norm(const float* x, const StreamWeights& by, float* weights, const Norm& norm, int rows,
+                    const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, merge_and_norm, x, by, weights, norm, rows, out, queue);
+}
 
 int prefill_clusters(DType16 dtype) { AS_CALL(dtype, prefill_clusters, dtype); }
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {

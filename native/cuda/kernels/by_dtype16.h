@@ -9,6 +9,7 @@
 #include "cuda/kernels/gemm/gemm_heads.h"
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/kernels/moe/moe.h"
+#include "cuda/kernels/norm/streams.h"
 #include "cuda/kernels/norm/vision.h"
 #include "cuda/kernels/recurrent/recurrent.h"
 
@@ -30,6 +31,7 @@ namespace as::cuda {
   AS_OP(merge_rows);             \
   AS_OP(layer_norm);             \
   AS_OP(activate);               \
+  AS_OP(merge_and_norm);         \
   AS_OP(gelu_mul);               \
   AS_OP(prefill_clusters);       \
   AS_OP(gemm_dtype16);           \

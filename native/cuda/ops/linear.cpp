@@ -15,12 +15,6 @@ bool is_routing(const Program& program, int tensor) {
   });
 }
 
-// Whether a tensor has the products of residual streams, which become weights.
-bool is_of_streams(const Program& program, int tensor) {
-  return std::any_of(program.ops().begin(), program.ops().end(),
-                     [&](const OpNode& op) { return op.is(Op::stream_weights) && op.inputs[0] == tensor; });
-}
-
 }  // namespace
 
 void launch_gemm(const GemmArgs& p, int rows, GemmChoice choice, const Queue& queue) {
@@ -73,7 +67,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
                : fused.unnormed ? fused.unnormed != p.y.values  // CTAs read it while others write
                                 : p.w.takes_bytes();
   gemm.pushed = place != nullptr, gemm.few_columns = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
-  gemm.long_rows = p.w.kind == Kind::f32 && !sum && is_of_streams(ws.program, op.outputs[0]);
+  gemm.long_rows = !sum && multiplies_streams(b, i);
   const GemmTable& table = ws.kernels.gemm(gemm);
   b.tables[i] = &table;
   b.add_launch(x.row_set, [=, &table, queue = b.queue](int rows) mutable {

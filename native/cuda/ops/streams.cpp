@@ -1,7 +1,7 @@
 // Hyper-connections (mHC) over several residual streams.
 #include "cuda/kernels/norm/streams.h"
 
-#include "cuda/ops/ops.h"
+#include "cuda/ops/fusion.h"
 
 namespace as::cuda {
 namespace {
@@ -12,6 +12,13 @@ int bind_stream_weights(Binding& b, size_t i) {
   StreamWeights by;
   by.factors = b.vector(op, 0), by.base = b.vector(op, 1), by.eps = (float)op.number("eps");
   by.streams = op.integer("streams"), by.iterations = op.integer("iterations"), by.width = b.in(op).rows.width;
+  if (merges_and_norms(b, i)) {
+    const OpNode &merge = b.ops[i + 1], &norm = b.ops[i + 2];
+    b.add_launch(b.in(op).row_set, [=, x = b.in(merge).values(), weights = b.in(op).values(),
+                                    norm = norm_of(norm, b.vector(norm, 0)), out = b.out(norm).rows, queue = b.queue](
+                                       int rows) { merge_and_norm(x, by, weights, norm, rows, out, queue); });
+    return 2;
+  }
   b.add_launch(b.in(op).row_set,
                [=, x = b.in(op).values(), queue = b.queue](int rows) { stream_weights(x, by, rows, queue); });
   return 0;

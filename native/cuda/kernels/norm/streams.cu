@@ -2,6 +2,7 @@
 // some columns.
 #include "cuda/kernels/norm/streams.h"
 
+#include "cuda/kernels/norm/stream_weights.cuh"
 #include "cuda/kernels/norm/thread_columns.cuh"
 
 namespace as::cuda {
@@ -11,48 +12,12 @@ constexpr int kThreads = 256;
 constexpr int kEach = kThreadColumns;
 constexpr int kMixThreads = 64, kMixed = kMixThreads * kEach;  // columns of a CTA that mixes streams
 
-__device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
-
-// Sinkhorn and Knopp's iterations, by a warp: a lane has some rows, then some columns, of a matrix in shared memory.
-// Each sum is one chain in ascending order.
-__device__ void balance(float* m, int n, int iterations, float eps) {
-  const int lane = threadIdx.x % 32;
-  const auto divide = [&](int first, int step, float sum) {
-    for (int k = 0; k < n; k++) sum += m[first + k * step];
-    for (int k = 0; k < n; k++) m[first + k * step] /= sum;
-  };
-  for (int j = lane; j < n; j += 32) {
-    float *row = m + j * n, most = row[0], sum = 0;
-    for (int k = 1; k < n; k++) most = fmaxf(most, row[k]);
-    for (int k = 0; k < n; k++) sum += row[k] = expf(row[k] - most);
-    for (int k = 0; k < n; k++) row[k] = row[k] / sum + eps;
-  }
-  __syncwarp();
-  for (int i = 0; i < iterations; i++) {
-    for (int j = lane; i && j < n; j += 32) divide(j * n, 1, eps);
-    __syncwarp();
-    for (int k = lane; k < n; k += 32) divide(k, n, eps);
-    __syncwarp();
-  }
-}
-
 __global__ void __launch_bounds__(32) stream_weights_kernel(float* x, StreamWeights by) {
   extern __shared__ float mix[];
-  const int lane = threadIdx.x, n = by.streams;
-  let_next_begin();
-  const float factors[3] = {by.factors[0], by.width > n ? by.factors[1] : 0, by.width > n ? by.factors[2] : 0};
-  await_previous();
+  after_previous();
   float* row = x + (size_t)blockIdx.x * by.width;
-  for (int i = lane; i < by.width; i += 32) {
-    const float value = fmaf(row[i], factors[min(i / n, 2)], by.base[i]);
-    if (i < n) row[i] = sigmoid(value) + by.eps;
-    else if (i < 2 * n) row[i] = 2 * sigmoid(value);
-    else mix[i - 2 * n] = value;
-  }
-  if (by.width == n) return;
-  __syncwarp();
-  balance(mix, n, by.iterations, by.eps);
-  for (int i = lane; i < n * n; i += 32) row[2 * n + i] = mix[i];
+  for (int i = threadIdx.x; i < by.streams; i += 32) row[i] = pre_weight(by, row, i);
+  weigh_others(by, row, mix);
 }
 
 template <bool kWhole>
