@@ -1,4 +1,4 @@
-// Entries of compressed positions: a CTA makes one, and a thread has some of its channels.
+// Rows and entries of compressed positions. A thread has some channels of an entry.
 #include "cuda/kernels/attention/compress.h"
 
 #include "cuda/kernels/attention/entries.cuh"
@@ -9,27 +9,49 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// Calls visit(row, position) for what the cache keeps of positions [begin, end), in ascending order.
+// The first position of a row's sequence that the step has, not before `begin`. Its rows are adjacent.
+__device__ int first_in_step(const Compressor& p, int row, int begin) {
+  const int position = p.positions[row];
+  int least = 0, most = min(position - begin, row);  // of rows before this one
+  while (least < most) {
+    const int back = (least + most + 1) / 2, other = row - back;
+    const bool same = p.row_tables[other] == p.row_tables[row] && p.positions[other] == position - back;
+    if (same) least = back;
+    else most = back - 1;
+  }
+  return position - least;
+}
+
+// Calls visit(row, position) for rows of positions [begin, end) in ascending order: those before `here` are in the
+// cache, the others in the step, where position `end` - 1 is row `last`.
 template <typename Visit>
-__device__ void visit_rows(const Compressor& p, const int* table, int begin, int end, const Visit& visit) {
-  const int size = p.rows.span_size;
-  for (int at = begin; at < end;) {
-    const int count = min(end, (at / size + 1) * size) - at;
+__device__ void visit_rows(const Compressor& p, const int* table, int begin, int here, int end, int last,
+                           const Visit& visit) {
+  const int size = p.rows.span_size, width = p.rows.head_dim;
+  for (int at = begin; at < here;) {
+    const int count = min(here, (at / size + 1) * size) - at;
     const char* first = head_of(p.rows, table[at / size], 0) + at % size * p.rows.row_bytes();
 #pragma unroll 8
     for (int i = 0; i < count; i++) visit(reinterpret_cast<const float*>(first + i * p.rows.row_bytes()), at + i);
     at += count;
   }
+#pragma unroll 8
+  for (int at = here; at < end; at++) visit(p.x + (size_t)(last + 1 - end + at) * width, at);
 }
 
-// A CTA for each row of the step. Most end at once: they are not the last of an entry's positions.
+// A CTA stores a row of the step, and makes the entry of which it is the last position.
 __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constant__ Compressor p) {
   extern __shared__ float entry[];
   after_previous();  // in every CTA: the next kernel waits for this one alone
-  const int row = blockIdx.x, end = p.positions[row] + 1, rate = p.entries.rate;
-  if (p.where[row] < 0 || end % rate) return;
+  const int row = blockIdx.x, end = p.positions[row] + 1, rate = p.entries.rate, where = p.where[row];
+  if (where < 0) return;
+  const int size = p.rows.span_size, both = p.rows.head_dim;
+  float* kept =
+      reinterpret_cast<float*>(const_cast<char*>(head_of(p.rows, where / size, 0)) + where % size * p.rows.row_bytes());
+  for (int i = threadIdx.x; i < both; i += kThreads) kept[i] = p.x[(size_t)row * both + i];
+  if (end % rate) return;
   const int first = end - rate, begin = max(0, end - p.parts * rate), dim = p.entries.cache.head_dim,
-            width = p.parts * dim;
+            width = p.parts * dim, here = first_in_step(p, row, begin);
   const int* table = p.tables + p.row_tables[row];
   float squares = 0;
   for (int i = threadIdx.x; i < dim; i += kThreads) {
@@ -39,9 +61,9 @@ __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constan
       return kept[width + c] + p.bias[(size_t)(position % rate) * width + c];
     };
     float most = -INFINITY, total = 0, sum = 0;
-    visit_rows(p, table, begin, end,
+    visit_rows(p, table, begin, here, end, row,
                [&](const float* kept, int position) { most = fmaxf(most, gate(kept, position)); });
-    visit_rows(p, table, begin, end, [&](const float* kept, int position) {
+    visit_rows(p, table, begin, here, end, row, [&](const float* kept, int position) {
       const float weight = expf(gate(kept, position) - most);
       total += weight, sum = fmaf(kept[column(position)], weight, sum);
     });
@@ -70,9 +92,6 @@ __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constan
 }  // namespace
 
 void compress(const Compressor& p, int rows, const Queue& queue) {
-  Attention stored;
-  stored.cache = p.rows, stored.kept = p.x;
-  cuda::store_latent(stored, p.where, rows, queue);
   start(queue, compress_kernel, rows, kThreads, p.entries.cache.head_dim * sizeof(float), p);
 }
 

@@ -13,12 +13,13 @@ struct Compressor {
   Norm norm;
   int parts = 1;  // 2: an entry also has the first half of as many positions before its own
   RotaryTable table;
-  // Of each row: its position, where it is stored among rows (store_latent()), and where its sequence's tables begin.
+  // Of each row: its position, where it is stored (span * span size + place; -1: nowhere), and where its sequence's
+  // tables begin.
   const int *positions = nullptr, *where = nullptr, *row_tables = nullptr;
   const int *tables = nullptr, *entry_tables = nullptr;  // of spans
 };
-// Stores the rows, then the entries whose last position is among them. They are made of what the cache keeps, so their
-// bits do not depend on where a prompt is cut.
+// Stores the rows, and the entries whose last position is among them. The cache keeps floats, so the bits of an entry
+// do not depend on where a prompt is cut.
 void compress(const Compressor& p, int rows, const Queue& queue);
 
 }  // namespace as::cuda

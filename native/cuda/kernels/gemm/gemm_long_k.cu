@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) gemm_long_k_kernel(const __grid_cons
   const int column0 = blockIdx.x * kColumns, row0 = blockIdx.y * kRows, k = p.w.k;
   const float* rows_of = kNorms ? p.unnormed : p.x.values;
   float sums[kRows][kColumns] = {}, squares[kRows] = {};
-#pragma unroll 2
+#pragma unroll(kRows == 1 ? 8 : 2)
   for (int at = threadIdx.x * kEach; at < k; at += kThreads * kEach) {
     float w[kColumns][kEach];
 #pragma unroll

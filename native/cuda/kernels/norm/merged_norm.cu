@@ -12,8 +12,9 @@ constexpr int kThreads = 512, kWarps = kThreads / 32;
 
 // kEights: of adjacent columns of a thread.
 template <int kEights>
-__global__ void __launch_bounds__(kThreads) merge_and_norm_kernel(const float* x, const __grid_constant__ StreamWeights by,
-                                                                  float* weights, Norm norm, Rows out, int rows) {
+__global__ void __launch_bounds__(kThreads)
+    merge_and_norm_kernel(const float* x, const __grid_constant__ StreamWeights by, float* weights, Norm norm, Rows out,
+                          int rows) {
   extern __shared__ float shared[];
   after_previous();
   const int n = by.streams, width = out.width;

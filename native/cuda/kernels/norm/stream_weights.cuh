@@ -7,7 +7,26 @@ namespace as::cuda {
 
 __device__ inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-// Sinkhorn and Knopp's iterations, by a warp: a lane has some rows, then some columns, of a matrix in shared memory.
+// Sinkhorn and Knopp's iterations for four streams: a lane has a value, and each half of a warp the same matrix.
+__device__ inline void balance_four(float* m, int iterations, float eps) {
+  const int lane = threadIdx.x % 16;
+  const auto sum_over = [](float x, int step) {
+    x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2 * step);
+  };
+  float x = m[lane], most = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+  x = expf(x - most);
+  x = x / sum_over(x, 1) + eps;
+  for (int i = 0; i < iterations; i++) {
+    if (i) x = __fdividef(x, sum_over(x, 1) + eps);
+    x = __fdividef(x, sum_over(x, 4) + eps);
+  }
+  if (threadIdx.x % 32 < 16) m[lane] = x;
+  __syncwarp();
+}
+
+// The same for any number, by a warp: a lane has some rows, then some columns, of a matrix in shared memory.
 // Each sum is one chain in ascending order.
 __device__ inline void balance(float* m, int n, int iterations, float eps) {
   const int lane = threadIdx.x % 32;
@@ -47,7 +66,8 @@ __device__ inline void weigh_others(const StreamWeights& by, float* row, float* 
   }
   if (by.width == n) return;
   __syncwarp();
-  balance(mix, n, by.iterations, by.eps);
+  if (n == 4) balance_four(mix, by.iterations, by.eps);
+  else balance(mix, n, by.iterations, by.eps);
   for (int i = lane; i < n * n; i += 32) row[2 * n + i] = mix[i];
 }
 
