@@ -48,10 +48,11 @@ class Device:
     isa: the name of its kernels, for users. half: the type that float16 checkpoints are computed in. step_tokens:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
-    full length needs it. latent_caches: the types of a cache for latent attention. missing_ops: ops that it lacks, in
-    words for users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which
-    a host cache takes a part. for_images: the native library's arguments for a model that takes images. tower_rate:
-    operations a second of a vision tower, before one was measured: a guess that is too low rather than too high.
+    full length needs it. latent_caches, row_caches: the types of a cache for latent attention, and for attention over
+    compressed positions. missing_ops: ops that it lacks, in words for users. classifies: it has models that sample no
+    tokens. host_memory: it computes in host memory, of which a host cache takes a part. for_images: the native
+    library's arguments for a model that takes images. tower_rate: operations a second of a vision tower, before one was
+    measured: a guess that is too low rather than too high.
     """
 
     isa: str
@@ -62,6 +63,7 @@ class Device:
     most_rows = 2**31 - 1
     cache_share, largest_cache_share = 0.6, 0.9
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
+    row_caches: tuple[str, ...] = ("float32", "bfloat16")
     missing_ops: ClassVar[dict[str, str]] = {}
     classifies = True
     missing_attributes: ClassVar[dict[tuple[str, str], str]] = {}  # of ops, likewise
@@ -276,10 +278,8 @@ class Gpu(Device):
     half = "float16"
     step_tokens = 2048
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
-    latent_caches = UNQUANTIZED
-    missing_ops: ClassVar[dict[str, str]] = {
-        "pool_rows": "attention in both directions", "compressed_attention": "attention over compressed positions",
-        "stream_weights": "several residual streams", "limited_silu_mul": "a limited SwiGLU"}
+    latent_caches = row_caches = UNQUANTIZED
+    missing_ops: ClassVar[dict[str, str]] = {"pool_rows": "attention in both directions"}
     classifies = False
     for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
     tower_rate = 2e13
@@ -391,7 +391,9 @@ class Gpu(Device):
         """See `Device.activation_bytes`."""
         config, net = model.config, model.graph.config
         split = 0 if model.graph.whole_texts else self._split_bytes(model)
-        partials = split * self._library.most_kv_splits(config.engine_max_batch, config.engine_max_length, split)
+        lists = any(op.type == "compressed_attention" for op in model.graph.ops)  # each row has a tile, drafts too
+        tiles = config.engine_max_batch + (self._library.MOST_DRAFTS if lists else 0)
+        partials = split * self._library.most_kv_splits(tiles, self._most_seen(model), split)
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = 4 * rows * sum(int(op.attrs["rotary_dim"]) for op in model.graph.ops if op.type == "rotary_table")
         dtype = model.weight_dtype if model.weight_dtype in UNQUANTIZED else RECOVERED
@@ -409,13 +411,27 @@ class Gpu(Device):
     def _split_bytes(self, model: RankModel) -> int:
         """Bytes of the partial results of one KV split, of all heads."""
         graph = model.graph
-        latent = next((op for op in graph.ops if op.type == "latent_attention"), None)
-        if latent is None:
+        with_rows = next((op for op in graph.ops if op.type in ("latent_attention", "compressed_attention")), None)
+        if with_rows is None:
             return max((self._library.partial_bytes(dim) * -(-width // dim) for dim, width in kept_heads(model)),
                        default=0)
-        dim = int(latent.attrs["latent_dim"])
-        heads = graph.tensors[latent.outputs[0]].width_of(model.rank, model.world) // dim
+        dim = int(with_rows.attrs.get("latent_dim", 0)) or graph.tensors[with_rows.inputs[1]].width_of(
+            model.rank, model.world)
+        heads = graph.tensors[with_rows.outputs[0]].width_of(model.rank, model.world) // dim
         return self._library.partial_bytes(dim) * self._library.latent_head_tiles(heads)
+
+    def _most_seen(self, model: RankModel) -> int:
+        """The most positions that a row sees or, with attention over compressed positions, positions and entries."""
+        graph, length = model.graph, model.config.engine_max_length
+        lists = []
+        for op in graph.ops:
+            if op.type == "compressed_attention":
+                rate, seen = int(op.attrs.get("rate", 0)), min(int(op.attrs["window"]), length)
+                entries = length // rate if rate else 0
+                if len(op.inputs) > 2:
+                    entries = min(entries, graph.tensors[op.inputs[2]].width_of(model.rank, model.world))
+                lists.append(seen + entries)
+        return max(lists, default=length)
 
     def _delta_bytes(self, model: RankModel, rows: int) -> int:
         """Bytes of the workspace for prompts of layers with the gated delta rule or a state space."""

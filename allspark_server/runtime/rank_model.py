@@ -154,11 +154,11 @@ class RankModel:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for latent attention: expected "
                                 f"{' or '.join(device.latent_caches)}")
-        if self.cache_dtype not in UNQUANTIZED_DTYPES and any(
+        if self.cache_dtype not in device.row_caches and any(
                 op.type == "compressed_attention" for op in self.graph.ops):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"a cache of type {self.cache_dtype!r} is not available for attention over compressed "
-                                f"positions: expected {' or '.join(UNQUANTIZED_DTYPES)}")
+                                f"positions: expected {' or '.join(device.row_caches)}")
         if missing := device.missing(self.graph):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{self.graph.config.architecture} is not available on GPUs: its layers have "

@@ -177,8 +177,8 @@ auto key_of(const Matrix& w) {
 }
 
 auto key_of(const Gemm& g) {
-  return std::tuple_cat(key_of(g.w),
-                        std::make_tuple(g.writes_16_bytes, g.gated, g.normed, g.fuses, g.pushed, g.few_columns));
+  return std::tuple_cat(key_of(g.w), std::make_tuple(g.writes_16_bytes, g.gated, g.normed, g.fuses, g.pushed,
+                                                     g.few_columns, g.long_rows));
 }
 
 template <typename Key, typename Table, typename Make>
@@ -203,7 +203,7 @@ void add_rows(std::vector<KernelTable::Row>& rows, const char* op, const std::st
   }
 }
 
-constexpr const char* kGemmNames[] = {"any",  "simt",    "small_n", "mma",      "mma_prefill",
+constexpr const char* kGemmNames[] = {"any",  "simt",    "small_n", "long_k",   "mma",    "mma_prefill",
                                       "gemv", "small_m", "split_k", "stream_k", "prefill"};
 
 }  // namespace
@@ -217,6 +217,7 @@ Gemm gemm_of(const GemmArgs& p) {
 
 GemmChoice choose_gemm(const Chip& chip, const Gemm& g, int rows, GemmAlgo wanted) {
   if (g.w.kind == Kind::mxfp4) throw std::invalid_argument("weights of type mxfp4 are for experts only");
+  if (g.w.kind == Kind::f32 && g.long_rows) return {GemmAlgo::long_k, g.normed};
   if (g.w.kind == Kind::f32) return {g.few_columns ? GemmAlgo::small_n : GemmAlgo::simt};
   if (wanted == GemmAlgo::any && rows == 1)
     if (const GemmAlgo algo = fused_algo(chip, g); algo != GemmAlgo::simt) return {algo, true};
@@ -269,8 +270,8 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool
 }
 
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim) {
-  const bool has_mma = type == CacheType::dtype16 && latent_dim == kLatentDim && rope_dim == kLatentRope &&
-                       latent_fits(chip.shared_bytes, 1);
+  const bool has_mma = type == CacheType::dtype16 && latent_dim == kLatentDim &&
+                       (rope_dim == kLatentRope || rope_dim == 0) && latent_fits(chip.shared_bytes, 1);
   return has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;
 }
 
@@ -314,6 +315,16 @@ AttentionAlgo KernelTable::latent_attention(const LayerCache& cache, int group) 
   return algo;
 }
 
+AttentionAlgo KernelTable::compressed_attention(const LayerCache& cache, int group) {
+  const AttentionAlgo algo = choose_latent_attention(chip, cache.type, cache.head_dim, 0);
+  const std::string shape = std::string(cache.type == CacheType::f32 ? "float32" : "16 bits") + ", rows of " +
+                            std::to_string(cache.head_dim) + ", tiles of " + std::to_string(group) + " heads";
+  for (const auto& [other, _] : compressed_)
+    if (other == shape) return algo;
+  compressed_.emplace_back(shape, algo);
+  return algo;
+}
+
 std::vector<KernelTable::Row> rows_of(const Gemm& g, const GemmTable& table) {
   std::vector<KernelTable::Row> rows;
   add_rows(rows, "linear", shape_of(g.w), table, [&](const GemmChoice& choice) {
@@ -336,6 +347,7 @@ std::vector<KernelTable::Row> KernelTable::rows() const {
     all.push_back({"span_attention", shape + ", prefill", 1, 0, name_of(choice.prefill)});
   }
   for (const auto& [shape, algo] : latents_) all.push_back({"latent_attention", shape, 1, 0, name_of(algo)});
+  for (const auto& [shape, algo] : compressed_) all.push_back({"compressed_attention", shape, 1, 0, name_of(algo)});
   return all;
 }
 

@@ -21,13 +21,14 @@ struct Gemm {
   bool fuses = false;           // its kernel may norm the single row of a step, or quantize it to 8 bits
   bool pushed = false;          // its 16-bit partial sums of few rows go to another GPU, too
   bool few_columns = false;     // logits of experts or gates of rows: float32, few columns
+  bool long_rows = false;       // products of residual streams: float32, few columns of long rows
 };
 // The properties of a product that is not normed or pushed.
 Gemm gemm_of(const GemmArgs& p);
 
 struct GemmChoice {
   GemmAlgo algo = GemmAlgo::simt;
-  bool fused = false;  // the kernel itself norms or quantizes the single row
+  bool fused = false;  // the kernel itself norms or quantizes the single row, long_k all rows
 
   bool operator==(const GemmChoice& other) const { return algo == other.algo && fused == other.fused; }
 };
@@ -49,7 +50,8 @@ bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down);
 // biased: with ALiBi slopes.
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, bool biased);
 
-// mma for rows of kLatentDim + kLatentRope features of 16 bits, otherwise simt.
+// mma for rows of kLatentDim + kLatentRope features of 16 bits, otherwise simt. rope_dim 0: attention over compressed
+// positions, whose rows have kLatentDim features.
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim);
 
 // Choices by number of rows. Each range ends at `last` (INT_MAX: no limit).
@@ -82,6 +84,7 @@ class KernelTable {
   const ExpertTable& experts(const Matrix& stack);
   AttentionChoice attention(const LayerCache& cache, int group, bool biased);
   AttentionAlgo latent_attention(const LayerCache& cache, int group);
+  AttentionAlgo compressed_attention(const LayerCache& cache, int group);
 
   // A row for display: op, format and shape, first and last row (0: no limit), kernel.
   struct Row {
@@ -97,7 +100,7 @@ class KernelTable {
   std::list<std::pair<Gemm, GemmTable>> gemms_;
   std::list<std::pair<Matrix, ExpertTable>> experts_;
   std::list<std::pair<std::string, AttentionChoice>> attentions_;
-  std::list<std::pair<std::string, AttentionAlgo>> latents_;
+  std::list<std::pair<std::string, AttentionAlgo>> latents_, compressed_;
 };
 std::vector<KernelTable::Row> rows_of(const Gemm& gemm, const GemmTable& table);
 

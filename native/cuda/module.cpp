@@ -441,6 +441,7 @@ PYBIND11_MODULE(_cuda, m) {
       py::arg("sequences"), py::arg("max_length"), py::arg("split_bytes"),
       "The most KV splits of a step for whose partial results there is memory. split_bytes: of all KV heads.");
   m.attr("MOST_RANKS") = as::cuda::kMaxRanks;
+  m.attr("MOST_DRAFTS") = as::kMostDrafts;
   m.def(
       "measure_roofline",
       [](int device) {

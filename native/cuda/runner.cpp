@@ -120,7 +120,8 @@ OpTime CudaRunner::timed(const std::vector<int>& ops, size_t launches) const {
     if (op.is(Op::all_reduce) && !ranks_) continue;
     made.op.parts.push_back(part);
     made.op.name += (made.op.name.empty() ? "" : "+") + std::string(op.spec->name);
-    if (op.is(Op::span_attention) || op.is(Op::latent_attention)) made.layer = &workspace_.cache_of(op);
+    if (op.is(Op::span_attention) || op.is(Op::latent_attention) || op.is(Op::compressed_attention))
+      made.layer = &workspace_.cache_of(op);
   }
   return made;
 }

@@ -40,8 +40,14 @@ static RowNeeds needs_of(const Program& program, const Limits& limits) {
     if (op.is(Op::keep_hidden)) needs.keeps = true;
     if (op.is(Op::kept_hidden)) needs.takes = true;
     if (op.is(Op::causal_conv) || op.is(Op::gated_delta) || op.is(Op::ssd)) needs.states = true;
-    if (op.is(Op::indexer)) needs.indexed = true;
+    if (op.is(Op::indexer) || op.is(Op::compress)) needs.indexed = true;
     if (op.is(Op::dispatch_rows)) needs.sends = true;
+    if (op.is(Op::compressed_attention)) {
+      const ListShape shape = list_shape(program, op);
+      if (std::find(needs.lists.begin(), needs.lists.end(), shape) == needs.lists.end()) needs.lists.push_back(shape);
+    }
+    if (!needs.lists.empty() && (op.is(Op::latent_attention) || op.is(Op::span_attention)))
+      refuse(std::string("op ") + op.spec->name + " beside attention over compressed positions");
     if (op.is(Op::latent_attention)) {
       const int selected = op.inputs.size() > 3 ? program.tensors()[op.inputs[3]].width : 0;
       if (latents++ && selected != needs.selected) refuse("layers that see different numbers of selected positions");
@@ -57,6 +63,10 @@ static RowNeeds needs_of(const Program& program, const Limits& limits) {
   return needs;
 }
 
+ListShape list_shape(const Program& program, const OpNode& op) {
+  return {op.integer("window"), op.integer("rate"), op.inputs.size() > 2 ? program.tensors()[op.inputs[2]].width : 0};
+}
+
 const OpNode& keeper_of(const Program& program, const OpNode& attention) {
   if (attention.is(Op::latent_attention) || attention.integer("kv_heads")) return attention;
   for (const OpNode& op : program.ops())
@@ -68,8 +78,9 @@ const OpNode& keeper_of(const Program& program, const OpNode& attention) {
 }
 
 int group_of(const Program& program, const OpNode& attention) {
-  return attention.is(Op::latent_attention) ? LatentHeads(latent_heads(program, attention)).group
-                                            : shared_heads(keeper_of(program, attention)).group;
+  return attention.is(Op::latent_attention) || attention.is(Op::compressed_attention)
+             ? LatentHeads(latent_heads(program, attention)).group
+             : shared_heads(keeper_of(program, attention)).group;
 }
 
 // The cache of an op with attention, without memory. Throws std::invalid_argument for sizes that no kernel supports.
@@ -93,7 +104,8 @@ static LayerCache layer_of(const Program& program, const OpNode& op, const Limit
 }
 
 int latent_heads(const Program& program, const OpNode& op) {
-  return program.tensors()[op.outputs[0]].width / op.integer("latent_dim");
+  return program.tensors()[op.outputs[0]].width /
+         (op.is(Op::latent_attention) ? op.integer("latent_dim") : program.in(op, 1).width);
 }
 
 size_t span_bytes(int span_size, int head_dim, CacheType type, bool whole) {
@@ -104,19 +116,27 @@ size_t span_bytes(int span_size, int head_dim, CacheType type, bool whole) {
 
 size_t latent_span_bytes(int span_size, int latent_dim, int rope_dim, CacheType type) {
   LayerCache one{nullptr, type, span_size, 1, latent_dim, (latent_dim + rope_dim + 7) / 8 * 8};
-  one.rope_dim = rope_dim;
+  one.rope_dim = rope_dim, one.rows = true;
   return one.span_bytes();
 }
 
 static LayerCache index_cache(int span_size, int dim, CacheType type) {
   LayerCache keys{nullptr, type, span_size, 1, dim, (dim + 7) / 8 * 8};
-  keys.indexed = true;
+  keys.rows = true;
   if (keys.bits() < 16) refuse("op indexer with a cache of 8 or 4 bits");
   return keys;
 }
 
 size_t index_span_bytes(int span_size, int dim, CacheType type) {
   return index_cache(span_size, dim, type).span_bytes();
+}
+
+// Rows of attention over compressed positions.
+static LayerCache row_cache(int rows, int features, CacheType type) {
+  LayerCache cache{nullptr, type, rows, 1, features, (features + 7) / 8 * 8};
+  cache.rows = true;
+  if (cache.bits() < 16) refuse("attention over compressed positions with a cache of 8 or 4 bits");
+  return cache;
 }
 
 SharedHeads shared_heads(const OpNode& op) {
@@ -147,6 +167,13 @@ DeltaShape delta_shape(const Program& program, const OpNode& op) {
   return shape;
 }
 
+static int most_seen_of(const RowNeeds& needs, int max_length) {
+  if (needs.lists.empty()) return max_length;
+  int most = 0;
+  for (const ListShape& shape : needs.lists) most = std::max(most, shape.length(max_length));
+  return most;
+}
+
 Workspace::Workspace(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
                      const Adapters* adapters, ExpertRanks* experts)
     : device(device),
@@ -156,7 +183,8 @@ Workspace::Workspace(const Device& device, const Program& program, const Weights
       adapters(adapters),
       dtype(weights.dtype()),
       needs(needs_of(program, limits)),
-      max_splits((limits.max_length + kKvSplitTokens - 1) / kKvSplitTokens),
+      most_seen(most_seen_of(needs, limits.max_length)),
+      max_splits((most_seen + kKvSplitTokens - 1) / kKvSplitTokens),
       experts(experts),
       kernels(device.chip(dtype)) {
   check_limits();
@@ -316,33 +344,54 @@ void Workspace::allocate_scratch() {
   byte_rows = Memory(bytes, "quantized activations");
 }
 
+// Adds a layer of a cache group, if no op before this one has.
+void Workspace::keep_layer(const OpNode& op, int group, int number, LayerCache layer) {
+  if (layer.type != CacheType::f32) layer.dtype = limits.cache_dtype;
+  const LayerCache& same = caches_.emplace(std::pair(group, number), layer).first->second;
+  if (same.head_dim != layer.head_dim || same.kv_heads != layer.kv_heads || same.rope_dim != layer.rope_dim)
+    throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " + std::to_string(number) +
+                                " of cache group " + std::to_string(group) + " is of another size before");
+}
+
 void Workspace::allocate_cache() {
   size_t partial = 0;
+  bool scores = false;  // of indexers
+  for (const OpNode& op : program.ops()) {
+    const auto keep = [&](const char* group, const char* number, const LayerCache& layer) {
+      keep_layer(op, op.integer(group), op.integer(number), layer);
+    };
+    if (op.is(Op::compress)) {
+      keep("rows_group", "rows_layer", row_cache(limits.span_size, program.in(op).width, CacheType::f32));
+      keep("cache_group", "layer",
+           row_cache(entries_of_span(limits.span_size, op.integer("rate")), program.weights()[op.weights[1]].n,
+                     limits.cache_type));
+    }
+    if (op.is(Op::indexer)) {
+      scores = true;
+      if (!op.integer("rate"))
+        keep("cache_group", "layer", index_cache(limits.span_size, program.in(op, 2).width, limits.cache_type));
+    }
+    const bool lists = op.is(Op::compressed_attention);
+    if (!lists && !op.is(Op::latent_attention) && !op.is(Op::span_attention)) continue;
+    if (const int group = group_of(program, op); std::find(groups.begin(), groups.end(), group) == groups.end())
+      groups.push_back(group);
+    if (op.is(Op::span_attention) && !op.integer("kv_heads")) continue;  // it reads an earlier op's
+    LayerCache layer =
+        lists ? row_cache(limits.span_size, program.in(op, 1).width, limits.cache_type) : layer_of(program, op, limits);
+    if (lists && layer.head_dim > kLargestRow)
+      refuse("compressed positions of " + std::to_string(layer.head_dim) + " features, at most " +
+             std::to_string(kLargestRow));
+    if (lists) layer.kv_heads = LatentHeads(latent_heads(program, op)).tiles;
+    keep("cache_group", "layer", layer);
+    partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
+    kv_heads = std::max(kv_heads, layer.kv_heads);
+  }
   std::map<int, size_t> taken;  // bytes of a span, by cache group
   std::set<size_t> sizes;       // of layers
   int layers = 0;               // most of a cache group
-  for (const OpNode& op : program.ops()) {
-    const bool latent = op.is(Op::latent_attention), indexed = op.is(Op::indexer);
-    if (!latent && !indexed && !op.is(Op::span_attention)) continue;
-    if (indexed && op.integer("rate")) refuse("op indexer of entries");
-    if (const int group = indexed ? 0 : group_of(program, op);
-        group && std::find(groups.begin(), groups.end(), group) == groups.end())
-      groups.push_back(group);
-    if (op.is(Op::span_attention) && !op.integer("kv_heads")) continue;  // it reads an earlier op's
-    LayerCache layer = indexed ? index_cache(limits.span_size, program.in(op, 2).width, limits.cache_type)
-                               : layer_of(program, op, limits);
-    layer.dtype = limits.cache_dtype;
-    const int cache_group = op.integer("cache_group"), number = op.integer("layer");
-    const auto [same, fresh] = caches_.emplace(std::pair(cache_group, number), layer);
-    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads ||
-        same->second.rope_dim != layer.rope_dim)
-      throw std::invalid_argument(std::string("op ") + op.spec->name + ": layer " + std::to_string(number) +
-                                  " of cache group " + std::to_string(cache_group) + " is of another size before");
-    if (fresh) taken[cache_group] += layer.span_bytes(), layers = std::max(layers, number + 1);
+  for (const auto& [place, layer] : caches_) {
+    taken[place.first] += layer.span_bytes(), layers = std::max(layers, place.second + 1);
     sizes.insert(layer.span_bytes());
-    if (indexed) continue;
-    partial = std::max(partial, partial_floats(layer.head_dim) * layer.kv_heads);
-    kv_heads = std::max(kv_heads, layer.kv_heads);
   }
   if (groups.size() > 2) refuse("layers of more than two numbers of query heads to a KV head");
   std::sort(groups.rbegin(), groups.rend());
@@ -366,12 +415,12 @@ void Workspace::allocate_cache() {
     layer.stride = each ? each : bytes, offset += layer.span_bytes();
   }
   if (needs.whole) partial = 0;  // all rows are in prefill tiles
-  max_kv_splits_ = needs.whole ? 0
-                               : most_kv_splits(std::min(limits.max_rows, limits.max_slots), limits.max_length,
-                                                partial * sizeof(float), limits.partial_bytes);
+  // Rows with lists have a tile each, drafts too.
+  const int tiles = std::min(limits.max_rows, limits.max_slots + (needs.lists.empty() ? 0 : kMostDrafts));
+  max_kv_splits_ = needs.whole ? 0 : most_kv_splits(tiles, most_seen, partial * sizeof(float), limits.partial_bytes);
   partials = Memory(partial * max_kv_splits_ * sizeof(float), "partial results of attention", Memory::Where::lent);
   arrivals = Memory((size_t)limits.max_rows * kv_heads * sizeof(int), "partial results of attention");
-  if (needs.indexed)
+  if (scores)
     index_scores = Memory(indexer_bytes(limits.max_rows, limits.max_length, limits.partial_bytes),
                           "an indexer's scores", Memory::Where::lent);
 }

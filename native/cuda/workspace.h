@@ -41,13 +41,15 @@ constexpr int kMaxLaunchRows = 65535;  // of kernels with one CTA per row
 // Bytes of a span of the cache, for one layer and KV head.
 // whole: of a program with attention in both directions.
 size_t span_bytes(int span_size, int head_dim, CacheType type, bool whole = false);
-// Bytes of a span of a latent cache, for one layer.
+// Bytes of a span of a latent cache, for one layer; rope_dim 0: of other rows that are key and value at once.
 size_t latent_span_bytes(int span_size, int latent_dim, int rope_dim, CacheType type);
 // Bytes of a span of an indexer's keys, for one layer, beside a cache of that type.
 size_t index_span_bytes(int span_size, int dim, CacheType type);
 
-// This rank's query heads of a latent_attention op.
+// This rank's query heads of a latent_attention op, or of a compressed_attention op.
 int latent_heads(const Program& program, const OpNode& op);
+// What a row sees in a compressed_attention op.
+ListShape list_shape(const Program& program, const OpNode& op);
 
 // Query heads per KV head, and how many of the first KV head's query heads belong to other ranks. A rank may share its
 // first and last KV head with its neighbours. With a single KV head only the rank's own query heads count.
@@ -93,7 +95,15 @@ class Workspace {
   bool samples() const { return program.ops().back().is(Op::sample); }
   // The cache of an op with attention.
   const LayerCache& cache_of(const OpNode& op) const {
-    return caches_.at({op.integer("cache_group"), op.integer("layer")});
+    return cache_at(op.integer("cache_group"), op.integer("layer"));
+  }
+  const LayerCache& cache_at(int group, int layer) const { return caches_.at({group, layer}); }
+  EntryCache entries_of(int group, int layer, int rate) const {
+    return {cache_at(group, layer), rate, limits.span_size};
+  }
+  // The number of a list shape among those of the step's rows.
+  int list_of(const ListShape& shape) const {
+    return (int)(std::find(needs.lists.begin(), needs.lists.end(), shape) - needs.lists.begin());
   }
   // Whether an op's prefill tiles are those of the smaller group.
   bool is_narrow(const OpNode& op) const { return group_of(program, op) != groups.front(); }
@@ -112,7 +122,8 @@ class Workspace {
   const Adapters* const adapters;
   const DType16 dtype;  // of 16-bit weights and activations
   const RowNeeds needs;
-  const int max_splits;                   // KV splits of the longest possible sequence
+  const int most_seen;                    // positions, or places of a list, that a row sees at most
+  const int max_splits;                   // KV splits of these
   std::vector<Tensor> tensors;            // of the program
   std::vector<SpanRange> spans;           // the cache
   std::vector<StatePages> state_pages;    // of the ops with a state, in their order
@@ -134,6 +145,7 @@ class Workspace {
   bool is_both(int tensor) const;
   void allocate_tensors();
   void allocate_scratch();
+  void keep_layer(const OpNode& op, int group, int number, LayerCache layer);
   void allocate_cache();
   void allocate_expert_rows();
   void allocate_dispatched();

@@ -36,11 +36,11 @@ FAMILIES = ("glm4-moe", "minimax-m2", "seed-oss", "granite", "ernie", "ernie-moe
 RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hybrid", "bamba", "falcon-h1",
              "kimi-linear")
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
-COMPRESSED = ("deepseek-v4", "deepseek-v4-wide")  # on CPUs
+COMPRESSED = ("deepseek-v4", "deepseek-v4-wide")
 GEMMA4 = ("gemma4", "gemma4-moe", "gemma4-small")
 POOLS = () if GPUS or EXPERT_RANKS else ("glm5-next", "glm5-next-wide")  # only CPUs compute attention to pools
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *GEMMA4, *RECURRENT, *LATENT,
-               *(() if GPUS else COMPRESSED))
+               *COMPRESSED)
 GROUP = f"client-{len(GPUS) or (1 if EXPERT_RANKS else 2)}"
 if EXPERT_RANKS:
     MODELS, SLOW_MODELS = ("glm4-moe",), ("qwen3-5-moe", "deepseek-v2", "afmoe")
@@ -227,6 +227,4 @@ def test_engine_and_group_of_one_rank(engine_of, model):
 def test_one_property_of_each_family(engine_of, name, where, check, fields):
     if EXPERT_RANKS and name in ("seed-oss", "hunyuan-biases", "exaone4", "falcon-h1"):
         pytest.skip("a mixed group is for models with routed experts")
-    if GPUS and name in COMPRESSED:
-        pytest.skip("GPUs do not compute attention over compressed positions")
     check(engine_of(where), name, **fields)

@@ -7,10 +7,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from allspark_server import _native
 from reference.plan import GIVEN, SAMPLE
 from reference.test_cpu_ops import EXACT, WIDTHS, compare, compiled, embedded, prompts, toy
 from reference.toy import ALL, Toy, item, plan, start
+from support.compressed_toys import (
+    GROUPS,
+    compressed,
+    limited,
+    rotated,
+    routers,
+    several_streams,
+    spans_of,
+    with_entries,
+    with_experts_of_a_token,
+)
 from support.latent_toys import VOCAB
 from support.seed import SEED
 
@@ -20,19 +30,7 @@ from support.seed import SEED
 @pytest.mark.parametrize("width", [1, 7, 96, 531])
 @pytest.mark.parametrize("streams, iterations", [(1, 1), (2, 1), (3, 20), (4, 2), (4, 20)])
 def test_streams(streams, iterations, width, threads):
-    own, every = toy(), streams * (2 + streams)
-    x = embedded(own, streams * width)
-    weights = own.op("linear", (x,), every, (own.matrix(every, streams * width),))
-    own.op("stream_weights", (weights,), None, (own.vector(3), own.vector(every)), streams=streams,
-           iterations=iterations, eps=1e-3)
-    y = own.op("merge_streams", (x, weights), width)
-    own.op("mix_streams", (x, y, weights))
-    pre = own.op("linear", (x,), streams, (own.matrix(streams, streams * width),))
-    own.op("stream_weights", (pre,), None, (own.vector(1), own.vector(streams)), streams=streams, iterations=1,
-           eps=1e-3)
-    own.op("add", (y, own.op("merge_streams", (x, pre), width)))
-    own.finish(own.op("concat", (x, y), (streams + 1) * width))
-    compare(own, threads=threads)
+    compare(several_streams(streams, iterations, width), threads=threads)
 
 
 def test_one_row_of_streams_is_divided_by_columns():
@@ -55,48 +53,19 @@ def test_one_row_of_streams_is_divided_by_columns():
 @pytest.mark.parametrize("pairs", ["halves", "interleaved"])
 @pytest.mark.parametrize("dim, rotary_dim", [(10, 10), (33, 6), (64, 16)])
 def test_rotations_of_the_last_features_and_back(dim, rotary_dim, pairs):
-    own = toy()
-    x = embedded(own, 1 + 3 * dim)
-    own.rotary(rotary_dim)
-    place = {"offset": 1, "heads": 3, "head_dim": dim, "rotary_dim": rotary_dim, "skip": dim - rotary_dim}
-    own.op("rope", (x,), pairs=pairs, **place)
-    y = own.op("scale", (own.op("concat", (x, x), 2 * (1 + 3 * dim)),), factor=0.5)
-    own.op("rope", (y,), pairs=pairs, inverse=True, **place)
-    own.finish(y)
-    compare(own)
+    compare(rotated(dim, rotary_dim, pairs))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_limited_silu_mul(width):
-    own = toy()
-    both = own.embedding(VOCAB, 2 * width, 4 * own.rng.normal(size=(VOCAB, 2 * width)))
-    own.finish(own.op("limited_silu_mul", (both,), width, limit=1.5))
-    compare(own)
+    compare(limited(width))
 
 
 @pytest.mark.parametrize("selected_first", [False, True])
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_routers(by_token, normalized, selected_first):
-    own, experts, top = toy(), 7, 3
-    x = embedded(own, 31)
-    rows = ALL
-    if selected_first:  # only rows with outputs have experts
-        x, rows = own.op("select_rows", (x,), 31, rows=_native.OUTPUT_ROWS), _native.OUTPUT_ROWS
-    routed = own.program.add_row_set(rows, top)
-    logits = own.op("linear", (x,), experts, (own.matrix(experts, 31, 2 * own.rng.normal(size=(experts, 31))),))
-    table = own.rng.permuted(np.tile(np.arange(experts), (VOCAB, 1)), axis=1)[:, :top].ravel()
-    weights = (own.vector(table) if by_token else own.vector(experts),)
-    scores = own.op("router", (logits,), 1, weights, rows=routed, top_k=top, scores="sqrt_softplus", scale=1.7,
-                    normalized=normalized, by_token=by_token)
-    stack = own.matrix(experts * 31, 31)
-    y = own.op("expert_linear", (x,), 31, (stack,), rows=routed, experts=experts)
-    y = own.op("combine_experts", (y, scores), 31, rows=rows)
-    if selected_first:
-        own.op("sample", (y,), vocab_begin=0, vocab_size=31)
-    else:
-        own.finish(y)
-    compare(own)
+    compare(routers(by_token, normalized, selected_first))
 
 
 @pytest.mark.parametrize("attributes, weights, problem", [
@@ -114,55 +83,12 @@ def test_tables_of_experts_that_are_refused(attributes, weights, problem):
 
 @pytest.mark.parametrize("experts", [[0, 1, 5], [0, -1, 2], [0, 2, 2], [0, 1, 1.5], [0, 1, float("nan")]])
 def test_experts_of_a_token_that_are_none(experts):
-    own = toy()
-    x = embedded(own, 7)
-    routed = own.program.add_row_set(ALL, 3)
-    logits = own.op("linear", (x,), 5, (own.matrix(5, 7),))
-    table = np.tile([0.0, 1, 2], (VOCAB, 1))
-    table[2] = experts
-    scores = own.op("router", (logits,), 1, (own.vector(table.ravel()),), rows=routed, top_k=3, scores="sqrt_softplus",
-                    by_token=True)
-    y = own.op("expert_linear", (x,), 7, (own.matrix(5 * 7, 7),), rows=routed, experts=5)
-    own.finish(own.op("combine_experts", (y, scores), 7, rows=ALL))
+    own = with_experts_of_a_token(experts)
     with pytest.raises(ValueError, match="experts of token 2 must be 3 different numbers from 0 to 4"):
         compiled(own, 1)
 
 
 # -- attention over compressed positions -------------------------------------------------------------------------------
-GROUPS = (("full", 0), ("sliding", 30), ("sliding", 80))
-
-
-def with_entries(own: Toy, x: int, dim: int, rate: int, overlapping: bool, rotary_dim: int, number: int) -> None:
-    width = dim * (2 if overlapping else 1)
-    both = own.op("linear", (x,), 2 * width, (own.matrix(2 * width, 31),))
-    own.op("compress", (both,), None, (own.vector(rate * width), own.vector(dim)), rate=rate, overlapping=overlapping,
-           eps=1e-6, rotary_dim=rotary_dim, rows_layer=number, rows_group=2, layer=number, cache_group=0)
-
-
-def compressed(own: Toy, heads: int, dim: int, rate: int, selected: int = 0, overlapping: bool = False,
-               rotary_dim: int = 4) -> int:
-    """Attention over a window of 29 and entries; selected: how many an indexer selects."""
-    x = own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)))
-    own.rotary(rotary_dim)
-    queries, kept = (own.op("linear", (x,), width, (own.matrix(width, 31),)) for width in (heads * dim, dim))
-    seen = [queries, kept]
-    if rate:
-        with_entries(own, x, dim, rate, overlapping, rotary_dim, 0)
-    if selected:
-        with_entries(own, x, 12, rate, overlapping, rotary_dim, 1)
-        asked, weights = (own.op("linear", (x,), width, (own.matrix(width, 31),)) for width in (13 * 12, 13))
-        seen.append(own.op("indexer", (asked, weights), selected, layer=1, cache_group=0, rate=rate))
-    return own.op("compressed_attention", seen, heads * dim, (own.vector(heads),), layer=0, cache_group=1, window=29,
-                  scale=0.3, rate=rate, entry_layer=0, entry_group=0)
-
-
-def spans_of(slot: int, begin: int, end: int, room: int) -> dict[str, list]:
-    """Spans of all groups of a slot for positions up to `end`, of which those up to `begin` have some."""
-    fresh = range(-(-begin // 16), -(-end // 16))
-    first, *others = ([room * (3 * slot + group) + span for span in fresh] for group in range(3))
-    return {"spans": first, "other_spans": others}
-
-
 @pytest.mark.parametrize("cache, tolerance", [("float32", EXACT), ("bfloat16", 8e-2)])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("heads, dim, rate, overlapping, selected", [

@@ -53,8 +53,8 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
     for op in own.program.ops:
         found.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     found.allocate(max_rows=2048 if long else 256, max_slots=slots, max_length=2048 if long else 128,
-                   span_size=16, num_spans=max(256 if long else 64, 8 * slots), cache_dtype=cache, max_outputs=outputs,
-                   masks=masks, graphs=graphs, **more)
+                   span_size=16, cache_dtype=cache, max_outputs=outputs, masks=masks, graphs=graphs,
+                   **{"num_spans": max(256 if long else 64, 8 * slots), **more})
     return found
 
 

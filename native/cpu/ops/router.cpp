@@ -5,12 +5,11 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
-#include <string>
 
 #include "common/exact.h"
 #include "cpu/ops/ops.h"
 #include "cpu/ops/routing.h"
+#include "program/token_experts.h"
 
 namespace as {
 
@@ -48,7 +47,7 @@ class Router : public BoundOp {
         groups_(b.parts[0].op.integer("groups")),
         top_groups_(b.parts[0].op.integer("top_groups")),
         by_largest_(!std::strcmp(b.parts[0].op.choice("group_scores"), "largest")) {
-    if (table_) check_table();
+    if (table_) check_token_experts(table_->data(), table_->size(), routing_.top, in_.width);
     routing_.begin_router(in_.width);
     for (int i = 0; i < core_.pool.size(); i++) scratch_.emplace_back(in_.width, groups_);
   }
@@ -85,21 +84,6 @@ class Router : public BoundOp {
   // A score that does not depend on those of other experts.
   double own_score(float logit) const {
     return sigmoid_ ? exact::sigmoid(logit) : std::sqrt(exact::softplus((double)logit));
-  }
-
-  // A checkpoint may hold anything: each token needs as many different experts as it is sent to.
-  void check_table() const {
-    const int top = routing_.top;
-    const size_t rows = table_->size() / top;
-    for (size_t row = 0; row < rows; row++)
-      for (int i = 0; i < top; i++) {
-        const float* experts = table_->data() + row * top;
-        const bool is_expert = experts[i] >= 0 && experts[i] < (float)in_.width && experts[i] == std::floor(experts[i]);
-        if (is_expert && std::find(experts, experts + i, experts[i]) == experts + i) continue;
-        throw std::invalid_argument("op router: the table's experts of token " + std::to_string(row) + " must be " +
-                                    std::to_string(top) + " different numbers from 0 to " +
-                                    std::to_string(in_.width - 1));
-      }
   }
 
   // The table's experts, in ascending order. A token beyond the table has the last row's.

@@ -60,6 +60,10 @@ void activate(const float* x, Activation function, int rows, const Rows& out, co
 void gelu_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
   AS_CALL(out.dtype, gelu_mul, in, rows, out, queue);
 }
+void merge_and_norm(const float* x, const StreamWeights& by, float* weights, const Norm& norm, int rows,
+                    const Rows& out, const Queue& queue) {
+  AS_CALL(out.dtype, merge_and_norm, x, by, weights, norm, rows, out, queue);
+}
 
 int prefill_clusters(DType16 dtype) { AS_CALL(dtype, prefill_clusters, dtype); }
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo) {
@@ -112,6 +116,9 @@ void attend_latent_selected(const Attention& a, AttentionAlgo algo, const Attent
 }
 void score_positions(const Indexer& p, int first, int rows, bool prompts, const Queue& queue) {
   AS_CALL(p.keys.dtype, score_positions, p, first, rows, prompts, queue);
+}
+void compress(const Compressor& p, int rows, const Queue& queue) {
+  AS_CALL(p.entries.cache.dtype, compress, p, rows, queue);
 }
 
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue) { AS_CALL(sum.dtype, sum_ranks, sum, rows, queue); }

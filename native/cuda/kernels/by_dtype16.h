@@ -1,6 +1,7 @@
 // Ops that are compiled once for each 16-bit type (kernels/common/dtype16.h), in a namespace of each.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
+#include "cuda/kernels/attention/compress.h"
 #include "cuda/kernels/attention/indexer.h"
 #include "cuda/kernels/comm/sum_ranks.h"
 #include "cuda/kernels/common/roofline.h"
@@ -8,6 +9,7 @@
 #include "cuda/kernels/gemm/gemm_heads.h"
 #include "cuda/kernels/lora/lora.h"
 #include "cuda/kernels/moe/moe.h"
+#include "cuda/kernels/norm/streams.h"
 #include "cuda/kernels/norm/vision.h"
 #include "cuda/kernels/recurrent/recurrent.h"
 
@@ -29,6 +31,7 @@ namespace as::cuda {
   AS_OP(merge_rows);             \
   AS_OP(layer_norm);             \
   AS_OP(activate);               \
+  AS_OP(merge_and_norm);         \
   AS_OP(gelu_mul);               \
   AS_OP(prefill_clusters);       \
   AS_OP(gemm_dtype16);           \
@@ -46,6 +49,7 @@ namespace as::cuda {
   AS_OP(attend_latent_prefill);  \
   AS_OP(attend_latent_selected); \
   AS_OP(score_positions);        \
+  AS_OP(compress);               \
   AS_OP(gemm_heads);             \
   AS_OP(sum_ranks);              \
   AS_OP(gemm_experts);           \

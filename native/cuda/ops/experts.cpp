@@ -5,6 +5,7 @@
 #include "cuda/kernels/moe/dispatch.h"
 #include "cuda/ops/fusion.h"
 #include "cuda/ops/linear.h"
+#include "program/token_experts.h"
 
 namespace as::cuda {
 namespace {
@@ -131,6 +132,18 @@ int bind_combine_experts(Binding& b, size_t i) {
   return (int)(last - i);
 }
 
+// The table of a router that chooses by tokens.
+TokenExperts token_experts(const Binding& b, const OpNode& op, const Tensor& logits) {
+  const int top = op.integer("top_k");
+  const std::vector<float> experts = b.weights.read_vector(op.weights[0]);
+  check_token_experts(experts.data(), experts.size(), top, logits.rows.width);
+  TokenExperts table;
+  table.experts = b.vector(op, 0), table.tokens = (int)experts.size() / top;
+  table.rows.tokens = b.workspace.data->tokens(), table.rows.sampled = b.workspace.argmax.as<Argmax>();
+  if (logits.row_set == kOutputRows) table.chosen = b.workspace.data->chosen();
+  return table;
+}
+
 }  // namespace
 
 int bind_shared_sum(Binding& b, size_t i) {
@@ -165,10 +178,13 @@ int bind_router(Binding& b, size_t i, bool logits) {
   const int vectors = (int)op.weights.size(), scales = op.flag("expert_scales");
   router.experts = x.rows.width;
   if (scales) router.expert_scales = b.vector(op, vectors - 1);
-  if (vectors > scales) router.correction = b.vector(op, 0);
-  if (op.flag("by_token") || std::string(op.choice("scores")) == "sqrt_softplus")
-    refuse("router with a table of experts, or with roots of softplus");
-  router.sigmoid = std::string(op.choice("scores")) == "sigmoid", router.normalized = op.flag("normalized");
+  if (op.flag("by_token")) router.by_token = token_experts(b, op, x);
+  else if (vectors > scales) router.correction = b.vector(op, 0);
+  const std::string scores = op.choice("scores");
+  router.scores = scores == "sigmoid"         ? Scores::sigmoid
+                  : scores == "sqrt_softplus" ? Scores::sqrt_softplus
+                                              : Scores::softmax;
+  router.normalized = op.flag("normalized");
   router.scale = (float)op.number("scale");
   router.groups = op.integer("groups"), router.top_groups = op.integer("top_groups");
   router.best_of_group = std::string(op.choice("group_scores")) == "largest";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/kernels/norm/streams.h"
 #include "cuda/ops/all_reduce.h"
 
 namespace as::cuda {
@@ -23,7 +24,8 @@ bool read_from(const std::vector<OpNode>& ops, size_t first, int tensor) {
 bool is_gated(const std::vector<OpNode>& ops, const Weights& weights, size_t linear) {
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
-  const bool gates = next.is(Op::silu_mul) || (next.is(Op::clamped_silu_mul) && op.is(Op::expert_linear));
+  const bool limited = next.is(Op::clamped_silu_mul) || next.is(Op::limited_silu_mul);
+  const bool gates = next.is(Op::silu_mul) || (limited && op.is(Op::expert_linear));
   if (!gates || next.inputs[0] != made || weights.matrix(op.weights[0]).kind == Kind::f32) return false;
   for (size_t i = 0; i < ops.size(); i++)  // no other op reads the matrix, whose rows are reordered
     if (i != linear && has(ops[i].weights, op.weights[0])) return false;
@@ -62,11 +64,19 @@ void take_norm(const Binding& b, size_t& last, Norm& norm, Rows& normed) {
   last++, norm = norm_of(next, b.vector(next, 0)), normed = b.out(next).rows;
 }
 
+bool multiplies_streams(const Binding& b, size_t linear) {
+  const OpNode& op = b.ops[linear];
+  return op.is(Op::linear) && b.matrix(op).kind == Kind::f32 &&
+         std::any_of(b.ops.begin(), b.ops.end(), [&](const OpNode& other) {
+           return other.is(Op::stream_weights) && other.inputs[0] == op.outputs[0];
+         });
+}
+
 bool norms_for_linear(const Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   const int made = op.outputs[0];
-  return next.is(Op::linear) && next.inputs[0] == made && made != op.inputs[0] && b.matrix(next).takes_tiles() &&
-         !read_from(b.ops, i + 2, made);
+  return next.is(Op::linear) && next.inputs[0] == made && made != op.inputs[0] && !read_from(b.ops, i + 2, made) &&
+         (b.matrix(next).takes_tiles() || (multiplies_streams(b, i + 1) && !op.flag("unit_offset")));
 }
 
 GemmArgs logits_of(const Binding& b, size_t linear) {
@@ -88,7 +98,21 @@ bool has_row_kernels_at(const Binding& b, size_t router) {
          has_expert_gemv(b.workspace.kernels.chip, b.matrix(up), b.matrix(down));
 }
 
+bool merges_and_norms(const Binding& b, size_t i) {
+  if (i + 2 >= b.ops.size()) return false;
+  const OpNode &op = b.ops[i], &merge = b.ops[i + 1], &norm = b.ops[i + 2];
+  if (!op.is(Op::stream_weights) || !merge.is(Op::merge_streams) || merge.inputs[1] != op.inputs[0]) return false;
+  const int streams = op.integer("streams"), merged = merge.outputs[0], width = b.out(merge).rows.width;
+  if (!norm.is(Op::rms_norm) || norm.inputs[0] != merged || norm.outputs[0] == merged || width > kMostMerged ||
+      streams > kMostMergedStreams || b.in(merge).rows.width != streams * width || read_from(b.ops, i + 3, merged))
+    return false;
+  for (size_t later = i + 3; later < b.ops.size() && !has(b.ops[later].outputs, op.inputs[0]); later++)
+    if (has(b.ops[later].inputs, op.inputs[0]) && !b.ops[later].is(Op::mix_streams)) return false;
+  return true;
+}
+
 bool norms_with_router(const Binding& b, size_t norm) {
+  if (norm >= 2 && merges_and_norms(b, norm - 2)) return false;
   if (norm + 2 >= b.ops.size() || b.ranks) return false;  // with several ranks sum_ranks() computes the norm
   const OpNode &op = b.ops[norm], &linear = b.ops[norm + 1], &router = b.ops[norm + 2];
   return op.is(Op::rms_norm) && linear.is(Op::linear) && linear.inputs[0] == op.outputs[0] &&
@@ -99,7 +123,7 @@ bool norms_with_router(const Binding& b, size_t norm) {
 bool rotates_in_attention(const Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   return op.is(Op::rope) && next.is(Op::span_attention) && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
-         op.integer("head_dim") == next.integer("head_dim") &&
+         !op.integer("skip") && !op.flag("inverse") && op.integer("head_dim") == next.integer("head_dim") &&
          op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads");
 }
 

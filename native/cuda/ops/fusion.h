@@ -23,8 +23,14 @@ void take_norm(const Binding& b, size_t& last, Norm& norm, Rows& normed);
 
 // Whether ops[norm] writes 8-bit activations that only the next linear reads.
 bool norms_to_bytes(const Binding& b, size_t norm);
-// Whether only the next linear reads what ops[norm] writes. The linear may then norm the single row of a step itself.
+// Whether ops[linear] makes products of residual streams, which become weights.
+bool multiplies_streams(const Binding& b, size_t linear);
+// Whether only the next linear reads what ops[norm] writes. The linear may then norm the single row of a step itself,
+// or all rows if it multiplies streams.
 bool norms_for_linear(const Binding& b, size_t norm);
+// Whether the ops behind ops[weights], which makes weights of residual streams, sum the streams by these and norm the
+// sums, and no other op reads the sums; only mix_streams reads the weights later.
+bool merges_and_norms(const Binding& b, size_t weights);
 // Whether ops[norm] is computed together with the logits of the router that follows it, in steps of one row.
 bool norms_with_router(const Binding& b, size_t norm);
 // Whether the layer of ops[router] has special kernels for steps of one row.

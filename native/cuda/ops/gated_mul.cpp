@@ -43,6 +43,7 @@ int bind_gelu_mul(Binding& b, size_t i) {
 
 const RegisterCudaOp kSiluMul(Op::silu_mul, bind_silu_mul, OutputForm::tiles),
     kClampedSiluMul(Op::clamped_silu_mul, bind_silu_mul, OutputForm::tiles),
+    kLimitedSiluMul(Op::limited_silu_mul, bind_silu_mul, OutputForm::tiles),
     kGeluTanhMul(Op::gelu_tanh_mul, bind_gelu_tanh_mul, OutputForm::tiles),
     kGeluMul(Op::gelu_mul, bind_gelu_mul, OutputForm::tiles);
 

@@ -8,7 +8,23 @@
 namespace as::cuda {
 namespace {
 
-// The norm of keys is often the op after the norm of queries: one launch does both.
+const RotaryTable& table_of(const Binding& b, const OpNode& op) {
+  const auto table = b.workspace.rotary_tables.find(op.integer("table"));
+  if (table == b.workspace.rotary_tables.end())
+    throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
+  return table->second;
+}
+
+// Whether the op behind ops[norm] rotates adjacent features of the same heads, as the norm's kernel can.
+bool rotates_normed_heads(const Binding& b, size_t norm) {
+  const OpNode &op = b.ops[norm], &next = b.ops[norm + 1];
+  const auto same = [&](const char* name) { return op.integer(name) == next.integer(name); };
+  return next.is(Op::rope) && next.inputs[0] == op.inputs[0] && same("offset") && same("heads") && same("head_dim") &&
+         b.in(op).row_set == kAllRows && std::string(next.choice("pairs")) == "interleaved" && !next.flag("inverse") &&
+         next.integer("skip") % 2 == 0 && !rotates_in_attention(b, norm + 1);
+}
+
+// The norm of keys is often the op after the norm of queries: one launch does both. So it does with a rotation.
 int bind_head_norm(Binding& b, size_t i) {
   const OpNode &op = b.ops[i], &next = b.ops[i + 1];
   b.check_in_place(op);
@@ -26,6 +42,14 @@ int bind_head_norm(Binding& b, size_t i) {
     b.head_norms = {norm_at(op), norm_at(next)}, b.deferred = true;
     return 1;
   }
+  if (!both && rotates_normed_heads(b, i)) {
+    b.check_in_place(next);
+    b.add_launch(kAllRows, [x = b.in(op), norm = norm_at(op), skip = next.integer("skip"), table = table_of(b, next),
+                            queue = b.queue](int rows) {
+      head_norm_and_rope(x.values(), x.rows.width, norm, skip, table, rows, queue);
+    });
+    return 1;
+  }
   b.add_launch(b.in(op).row_set,
                [x = b.in(op), first = norm_at(op), second = both ? norm_at(next) : HeadNorm{},
                 queue = b.queue](int rows) { head_norm(x.values(), x.rows.width, first, second, rows, queue); });
@@ -34,18 +58,16 @@ int bind_head_norm(Binding& b, size_t i) {
 
 int bind_rope(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
-  if (op.integer("skip") || op.flag("inverse")) refuse("op rope of other features than a head's first ones, or back");
   b.check_in_place(op);
-  const auto table = b.workspace.rotary_tables.find(op.integer("table"));
-  if (table == b.workspace.rotary_tables.end())
-    throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
-  const Rope rotation{table->second, std::string(op.choice("pairs")) == "interleaved"};
+  const Rope rotation{table_of(b, op), std::string(op.choice("pairs")) == "interleaved"};
   if (rotates_in_attention(b, i)) {
     b.rope = rotation, b.deferred = true;
     return 0;
   }
-  b.add_launch(kAllRows, [=, x = b.in(op), heads = heads_of(op), queue = b.queue](int rows) {
-    rope(x.values(), x.rows.width, heads, rotation.table, rotation.interleaved, rows, queue);
+  Heads heads = heads_of(op);
+  heads.offset += op.integer("skip");
+  b.add_launch(kAllRows, [=, x = b.in(op), inverse = op.flag("inverse"), queue = b.queue](int rows) {
+    rope(x.values(), x.rows.width, heads, rotation.table, rotation.interleaved, inverse, rows, queue);
   });
   return 0;
 }

@@ -19,6 +19,7 @@ bool is_routing(const Program& program, int tensor) {
 
 void launch_gemm(const GemmArgs& p, int rows, GemmChoice choice, const Queue& queue) {
   if (choice.algo == GemmAlgo::small_n) gemm_small_n(p, rows, queue);
+  else if (choice.algo == GemmAlgo::long_k) gemm_long_k(p, rows, queue);
   else if (p.w.kind == Kind::f32) gemm_f32(p, rows, queue);
   else if (p.w.kind == Kind::dtype16) gemm_dtype16(p, rows, queue, choice.algo);
   else if (p.w.kind == Kind::quantized) gemm_quantized(p, rows, queue, choice.algo);
@@ -66,6 +67,7 @@ int bind_linear(Binding& b, size_t i, bool norms) {
                : fused.unnormed ? fused.unnormed != p.y.values  // CTAs read it while others write
                                 : p.w.takes_bytes();
   gemm.pushed = place != nullptr, gemm.few_columns = has_small_n(p.w) && is_routing(ws.program, op.outputs[0]);
+  gemm.long_rows = !sum && multiplies_streams(b, i);
   const GemmTable& table = ws.kernels.gemm(gemm);
   b.tables[i] = &table;
   b.add_launch(x.row_set, [=, &table, queue = b.queue](int rows) mutable {

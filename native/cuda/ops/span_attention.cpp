@@ -6,7 +6,8 @@ namespace as::cuda {
 namespace {
 
 void rope_queries(const Attention& a, const Rope& by, int rows, const Queue& queue) {
-  rope(const_cast<float*>(a.qkv), a.width, {0, a.queries, a.cache.head_dim}, by.table, by.interleaved, rows, queue);
+  rope(const_cast<float*>(a.qkv), a.width, {0, a.queries, a.cache.head_dim}, by.table, by.interleaved, false, rows,
+       queue);
 }
 
 int bind_span_attention(Binding& b, size_t i) {

@@ -39,6 +39,7 @@ Norm norm_of(const OpNode& op, const float* weight) {
 }
 
 Gating gating_of(const OpNode& op) {
+  if (op.is(Op::limited_silu_mul)) return {1, (float)op.number("limit"), 0};
   if (!op.is(Op::clamped_silu_mul)) return {};
   return {(float)op.number("alpha"), (float)op.number("limit"), 1};
 }

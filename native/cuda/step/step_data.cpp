@@ -47,7 +47,8 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
       windows_(std::move(windows)),
       needs_(needs),
       pitch_(((size_t)max_rows + 3) / 4 * 4),
-      table_(whole_pitches((size_t)max_slots * max_spans)) {
+      table_(whole_pitches((size_t)max_slots * max_spans)),
+      list_(whole_pitches(max_rows * kTileInts)) {
   const size_t rows = max_rows;
   const auto most_tiles = [&](int group) { return group ? rows * group / kPrefillPairs + max_slots : 0; };
   size_t next = 0;
@@ -63,8 +64,9 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   take(given_, needs.given ? rows : 0);
   take(decode_tiles_, rows * kTileInts), take(prefill_tiles_, most_tiles(tiles.group) * kTileInts),
       take(narrow_tiles_, most_tiles(tiles.narrow) * kTileInts),
-      take(selected_tiles_, needs.selected ? rows * kTileInts : 0), take(row_tables_, needs.indexed ? rows : 0),
-      take(state_items_, needs.states ? rows * kItemInts : 0), take(chunks_, needs.states ? rows * kChunkInts : 0);
+      take(selected_tiles_, needs.selected ? rows * kTileInts : 0), take(lists_, 2 * list_ * needs.lists.size()),
+      take(row_tables_, needs.indexed ? rows : 0), take(state_items_, needs.states ? rows * kItemInts : 0),
+      take(chunks_, needs.states ? rows * kChunkInts : 0);
   take(tables_, table_ * groups_);
   all_ = next;
   for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
@@ -155,6 +157,14 @@ void StepData::cut(const Item& item, F add) const {
 // KV splits of an item that decode tiles compute.
 int StepData::splits_of(const Item& item) const {
   int splits = 0;
+  if (!needs_.lists.empty()) {
+    for (const ListShape& list : needs_.lists) {
+      int of_list = 0;
+      for (int i = 0; i < item.count; i++) of_list += kv_splits_of(list.length(item.start + i + 1));
+      splits = std::max(splits, of_list);
+    }
+    return splits;
+  }
   cut(item, [&](int, int, int seen) { splits += kv_splits_of(seen); });
   return splits;
 }
@@ -163,7 +173,7 @@ void StepData::choose_tiles(const Batch& batch) {
   const int tile_rows = kDecodePairs / limits_.group;
   decoded_.assign(batch.items.size(), false);
   if (!tile_rows) return;
-  const bool cuts = cuts_chunks(batch);
+  const bool cuts = needs_.lists.empty() ? cuts_chunks(batch) : limits_.short_chunks != ShortChunks::prefill;
   int kv_splits = 0;
   for (size_t i = 0; i < batch.items.size(); i++) {
     const Item& item = batch.items[i];
@@ -197,12 +207,39 @@ bool StepData::cuts_chunks(const Batch& batch) const {
   return kv_splits <= limits_.max_splits && decode <= std::max(prefill, longest) + kPrefillExtra;
 }
 
+// The tiles of `count` rows from position `start` on, of which each has one for every list shape. kv_splits: of the
+// decode tiles before, of each shape.
+void StepData::add_list_tiles(int row, int count, int start, int table, bool decodes, std::vector<int>& kv_splits,
+                              Size& size) const {
+  int& tiles = decodes ? size.decode_tiles : size.selected_tiles;
+  for (int i = 0; i < count; i++, tiles++)
+    for (size_t list = 0; list < needs_.lists.size(); list++) {
+      const int length = needs_.lists[list].length(start + i + 1), splits = kv_splits_of(length);
+      reinterpret_cast<AttentionTile*>(host(lists_ + (2 * list + !decodes) * list_))[tiles] = {
+          row + i, 1, length - 1, table, decodes ? kv_splits[list] : 0, kSelected};
+      if (!decodes) continue;
+      kv_splits[list] += splits;
+      if (splits > 1) size.kv_splits = 2;
+    }
+}
+
+// Tiles without rows, as a step has that is padded, or does nothing.
+void StepData::add_empty_tiles(int from, int to) const {
+  std::fill(reinterpret_cast<AttentionTile*>(host(decode_tiles_)) + from,
+            reinterpret_cast<AttentionTile*>(host(decode_tiles_)) + to, AttentionTile{});
+  for (size_t list = 0; list < needs_.lists.size(); list++) {
+    AttentionTile* const tiles = reinterpret_cast<AttentionTile*>(host(lists_ + 2 * list * list_));
+    std::fill(tiles + from, tiles + to, AttentionTile{});
+  }
+}
+
 StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositions* states, const Device& device) {
   turn_ = 1 - turn_;
   choose_tiles(batch);
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int used = 0, kv_splits = 0;  // entries used of each group's table; of decode tiles
   *host(step_) = (int)steps_++;
+  std::vector<int> list_splits(needs_.lists.size());
   AttentionTile *const decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_)),
                        *const selected = reinterpret_cast<AttentionTile*>(host(selected_tiles_));
   for (size_t i = 0; i < batch.items.size(); i++) {
@@ -216,7 +253,9 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
       std::copy(slot.spans[g].begin() + behind, slot.spans[g].begin() + spans, table + behind);
     }
     size.adapted |= item.adapter >= 0;
-    if (decoded_[i]) {
+    if (!needs_.lists.empty()) {
+      add_list_tiles(item.row, item.count, item.start, used, decoded_[i], list_splits, size);
+    } else if (decoded_[i]) {
       const int plain = plain_rows(item);
       cut(item, [&](int row, int rows, int seen) {
         const int splits = kv_splits_of(seen);
@@ -256,7 +295,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const StatePositio
     size.rows = size.outputs = padded;
   }
   if (padded && !size.prefills()) {
-    std::fill(decode + size.decode_tiles, decode + padded, AttentionTile{});
+    add_empty_tiles(size.decode_tiles, padded);
     size.decode_tiles = padded;
   }
   if (states) add_states(batch, padded, *states, size);
@@ -307,16 +346,17 @@ StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
   *host(step_) = (int)steps_++;
   const bool prefills = wanted.prefill_tiles > 0;
   const int longest = prefills ? max_spans_ * span_size_ : 1;  // rows of a sequence
-  AttentionTile* const decode = reinterpret_cast<AttentionTile*>(host(decode_tiles_));
   size.prefill_tiles = size.narrow_tiles = 0;
   for (int row = 0; row < size.rows; row += longest) {
     AttentionTile tile{row, std::min(longest, size.rows - row), 0, 0, 0, 0};
     for (int i = 0; i < tile.count; i++) idle_row(row + i, i);
-    if (prefills) add_prefill(tile, size);
+    std::vector<int> kv_splits(needs_.lists.size());
+    if (prefills && needs_.lists.empty()) add_prefill(tile, size);
+    else if (prefills) add_list_tiles(tile.row, tile.count, 0, 0, false, kv_splits, size);
   }
   std::fill_n(host(chosen_), size.outputs, 0);
   if (needs_.sends) add_counts({}, size.outputs);
-  std::fill_n(decode, size.decode_tiles, AttentionTile{});
+  add_empty_tiles(0, size.decode_tiles);
   for (int g = 0; g < groups_; g++) std::fill_n(host(tables_) + g * table_, max_spans_, no_span_);
   if (chunks_ > state_items_) {  // ops have a state
     size.short_items = prefills ? 1 : size.rows;

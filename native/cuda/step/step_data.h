@@ -27,11 +27,13 @@ struct TileLimits {
 // all of it. segments, images: they see those of their segment, or their image. places: rows have places (time, height,
 // width). given: the width of rows that the plan gives; 0: none. separator: the id that ends a sequence's first segment
 // of two; -1: there are none. selected: how many positions an indexer selects for a row that sees more; 0: rows see
-// all. indexed: ops need the span tables of each row.
+// all. indexed: ops need the span tables of each row. lists: what rows see in attention over compressed positions, if
+// that is the program's attention.
 struct RowNeeds {
   bool states = false, keeps = false, takes = false, whole = false, segments = false, images = false, places = false,
        indexed = false, sends = false;
   int given = 0, separator = -1, selected = 0;
+  std::vector<ListShape> lists;
 };
 
 class StepData {
@@ -99,7 +101,14 @@ class StepData {
   }
   // Tiles of one row each, which sees the positions that an indexer selects.
   const AttentionTile* selected_tiles() const { return reinterpret_cast<const AttentionTile*>(at(selected_tiles_)); }
-  // Of each row: where its sequence's span tables begin. Of programs with an indexer.
+  // Tiles of one row each, of a list shape: as many as decode_tiles and selected_tiles of the step's size.
+  const AttentionTile* decode_lists(int list) const {
+    return reinterpret_cast<const AttentionTile*>(at(lists_ + 2 * list * list_));
+  }
+  const AttentionTile* prefill_lists(int list) const {
+    return reinterpret_cast<const AttentionTile*>(at(lists_ + (2 * list + 1) * list_));
+  }
+  // Of each row: where its sequence's span tables begin. Of programs with ops that need these.
   const int* row_tables() const { return at(row_tables_); }
   StateRows state_rows(const Size& size) const {
     return {reinterpret_cast<const StateItem*>(at(state_items_)), reinterpret_cast<const StateChunk*>(at(chunks_)),
@@ -121,6 +130,9 @@ class StepData {
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
   size_t whole_pitches(size_t ints) const { return (ints + pitch_ - 1) / pitch_ * pitch_; }
   void add_prefill(AttentionTile tile, Size& size) const;
+  void add_list_tiles(int row, int count, int start, int table, bool decodes, std::vector<int>& kv_splits,
+                      Size& size) const;
+  void add_empty_tiles(int from, int to) const;
   void idle_row(int r, int position);
   void add_places(const Batch& batch) const;
   void add_counts(const Size& size, int padded) const;
@@ -130,11 +142,12 @@ class StepData {
   const TileLimits limits_;
   const std::vector<int> windows_;
   const RowNeeds needs_;
-  const size_t pitch_, table_;  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables
+  const size_t pitch_, table_,  // ints: arrays begin at multiples of pitch_; size of all sequences' span tables,
+      list_;                    // and of the tiles of a list shape
   uint32_t steps_ = 0;          // may exceed 2^31
   size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, counts_, padding_, keeps_, takes_, ends_,
       part_begins_, part_ends_, segments_, places_, sizes_, given_, decode_tiles_, prefill_tiles_, narrow_tiles_,
-      selected_tiles_, row_tables_, state_items_, chunks_, tables_,
+      selected_tiles_, lists_, row_tables_, state_items_, chunks_, tables_,
       all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // turns_: on the host; one may still be in a copy while the other is written
   Memory given_turns_[2], given_rows_;

@@ -433,6 +433,14 @@ std::vector<float> Weights::read_rows(int id, int64_t first, int64_t count) cons
   return ordered;
 }
 
+std::vector<float> Weights::read_vector(int id) const {
+  std::vector<float> values(weights_.at(id).matrix.n);
+  device_.use();
+  check(cudaMemcpy(values.data(), vector(id), values.size() * sizeof(float), cudaMemcpyDeviceToHost),
+        "reading weights");
+  return values;
+}
+
 void Weights::pair(int id) {
   Weight& w = weights_.at(id);
   Matrix paired = one_of(w.matrix, 0);

@@ -72,6 +72,7 @@ class Weights {
   const float* vector(int id) const;
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].hash; }
   std::vector<float> read_rows(int id, int64_t first, int64_t count) const;
+  std::vector<float> read_vector(int id) const;
   // The type of 16-bit weights, and so of activations. Throws std::invalid_argument if weights of both types exist, or
   // float16 weights and quantized ones.
   DType16 dtype() const;

@@ -3,6 +3,7 @@
 #include "cuda/kernels/attention/attention.cuh"
 #include "cuda/kernels/attention/attention_mma.h"
 #include "cuda/kernels/attention/attention_prefill_wgmma.h"
+#include "cuda/kernels/attention/entries.cuh"
 #include "cuda/kernels/attention/latent_mma.h"
 #include "cuda/kernels/quantize/quantized.cuh"
 
@@ -19,6 +20,8 @@ template <CacheType kType>
 struct Cached {
   const char* row;
   float scale, minimum;  // of quantized types
+
+  __device__ explicit Cached(const char* row) : row(row), scale(0), minimum(0) {}
 
   __device__ Cached(const LayerCache& cache, const char* head, bool value, int place)
       : row(head + ((value ? cache.span_size : 0) + place) * cache.row_bytes()), scale(0), minimum(0) {
@@ -188,23 +191,27 @@ struct Seen {
   }
 };
 
-// Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position. selected: null,
-// or the positions in the cache.
+// Computes one KV split, 32 positions at a time. Each lane keeps the score and weight of one position. table: where the
+// tile's begins. selected: null, or the positions in the cache, or entries of the row's list.
 template <CacheType kType, bool kLatent, int kEach>
-__device__ Seen<kEach> see_split(const Attention& a, const int* table, const float* selected, int kv_head, int row,
+__device__ Seen<kEach> see_split(const Attention& a, int table, const float* selected, int kv_head, int row,
                                  int position, int split, int head, const float (&query)[kEach]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int key_dim = kLatent ? dim + a.cache.rope_dim : dim, kept = kLatent ? 0 : kv_head;
   const int least = max(0, first_seen(a, row, position)), last = last_seen(a, row, position);
   const float factor = score_factor(a);
-  const auto place_of = [&](int at) { return kLatent && selected ? (int)selected[at] : at; };
+  const auto cached_at = [&](int at, bool value) {
+    if (kLatent && a.listed) return Cached<kType>(listed_row(a, table, listed(a, a.positions[row], selected, at)));
+    const int place = kLatent && selected ? (int)selected[at] : at;
+    return Cached<kType>(a.cache, head_of(a.cache, a.tables[table + place / size], kept), value, place % size);
+  };
   Seen<kEach> seen;
   const int end = min((split + 1) * kKvSplitTokens, last + 1);
   for (int begin = max(split * kKvSplitTokens, least / 32 * 32); begin < end; begin += 32) {
     float score = -INFINITY;
     for (int j = 0; j < 32 && begin + j < end; j++) {
-      const int at = begin + j, place = place_of(at);
-      const Cached<kType> key(a.cache, head_of(a.cache, table[place / size], kept), false, place % size);
+      const int at = begin + j;
+      const Cached<kType> key = cached_at(at, false);
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kEach; i++)
@@ -219,8 +226,7 @@ __device__ Seen<kEach> see_split(const Attention& a, const int* table, const flo
 #pragma unroll
     for (int i = 0; i < kEach; i++) seen.values[i] *= by;
     for (int j = 0; j < 32 && begin + j < end; j++) {
-      const int place = place_of(begin + j);
-      const Cached<kType> value(a.cache, head_of(a.cache, table[place / size], kept), !kLatent, place % size);
+      const Cached<kType> value = cached_at(begin + j, !kLatent);
       const float its = __shfl_sync(0xffffffffu, weight, j);
 #pragma unroll
       for (int i = 0; i < kEach; i++)
@@ -239,7 +245,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
   const int before = tile.first;  // of a decode tile
   if (decode) tile.first = 0;
   const TileRows rows(a, tile, decode ? kDecodePairs : kPrefillPairs);
-  const int* table = a.tables + rows.tile.table;
+  const int table = rows.tile.table;
   const float* selected = kLatent ? selected_by(a, tile) : nullptr;
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
     if (!rows.has(pair, kv_head)) continue;
@@ -330,7 +336,7 @@ void store_cache(const Attention& a, const int* where, const Rope* rope, bool qu
   if (a.cache.quantized()) {
     if (rope)
       cuda::rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table,
-                 interleaved, rows, queue);
+                 interleaved, false, rows, queue);
     const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
     start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
     return;

@@ -69,9 +69,9 @@ struct RowsOfTile {
 using TileRows = RowsOfTile<false>;
 using DecodeRows = RowsOfTile<true>;
 
-// The positions that an indexer selects for the row of a tile; null: it sees all.
+// The positions, or entries, that an indexer selects for the row of a tile; null: it sees all.
 __device__ inline const float* selected_by(const Attention& a, const AttentionTile& tile) {
-  return tile.before == kSelected ? a.selected + (size_t)tile.row * a.selected_width : nullptr;
+  return tile.before == kSelected && a.selected ? a.selected + (size_t)tile.row * a.selected_width : nullptr;
 }
 
 __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_head) {

@@ -12,20 +12,20 @@ namespace as::cuda {
 // the keys' scales and minimums, then the values'. float8 is e4m3 without a scale; larger values are clipped to 448.
 // The cache of latent attention holds rows [span_size, padded_dim] instead: a latent of head_dim features, then a
 // rotated key of rope_dim. Its kv_heads are tiles of query heads, which all see these rows. The cache of an indexer
-// holds keys alone, in rows [span_size, padded_dim].
+// holds keys alone, in rows [span_size, padded_dim]; so do those of attention over compressed positions.
 enum class CacheType { f32, dtype16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
   CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
   DType16 dtype = DType16::bf16;
-  int rope_dim = 0;      // > 0: of latent attention
-  bool indexed = false;  // of an indexer
-  bool padded = false;   // to a size that mma kernels have, with zeros (padded_head()): for prefill tiles alone
-  size_t stride = 0;     // bytes from a span to the next one; span_bytes() if the layer's spans are adjacent
+  int rope_dim = 0;     // > 0: of latent attention
+  bool rows = false;    // of an indexer, or of attention over compressed positions
+  bool padded = false;  // to a size that mma kernels have, with zeros (padded_head()): for prefill tiles alone
+  size_t stride = 0;    // bytes from a span to the next one; span_bytes() if the layer's spans are adjacent
 
   // Whether a token has one row, instead of a key and a value of each KV head.
-  AS_BOTH bool has_rows() const { return rope_dim > 0 || indexed; }
+  AS_BOTH bool has_rows() const { return rope_dim > 0 || rows; }
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
   AS_BOTH int bits() const {
     return type == CacheType::f32 ? 32 : type == CacheType::dtype16 ? 16 : type == CacheType::uint4 ? 4 : 8;
@@ -34,6 +34,30 @@ struct LayerCache {
   AS_BOTH size_t scales_at() const { return (has_rows() ? 1 : 2) * span_size * row_bytes(); }  // offset in a head
   AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }
   AS_BOTH size_t span_bytes() const { return head_bytes() * (has_rows() ? 1 : kv_heads); }
+};
+
+// Entries that are made of `rate` positions each (program/op_table.h, compress). A span of span_size positions has
+// those whose last position it holds; the cache's own span_size is the most of them.
+struct EntryCache {
+  LayerCache cache;
+  int rate = 0, span_size = 0;
+};
+// The most entries that a span holds.
+inline int entries_of_span(int span_size, int rate) { return (span_size + rate - 1) / rate; }
+
+// What a row sees in attention over compressed positions: its last `window` positions, then entries of `rate`
+// positions, all of them or as many as an indexer selects.
+struct ListShape {
+  int window = 0, rate = 0, selected = 0;
+
+  // Of the row that is the last of so many positions.
+  int length(int positions) const {
+    const int entries = rate ? positions / rate : 0;
+    return std::min(positions, window) + (selected ? std::min(entries, selected) : entries);
+  }
+  bool operator==(const ListShape& other) const {
+    return window == other.window && rate == other.rate && selected == other.selected;
+  }
 };
 
 // Adjacent spans of the cache: of one layer or, if layers have several sizes, of all layers together.
@@ -58,7 +82,8 @@ void copy_spans(const SpanPart* parts, int ranges, size_t largest, const SpanPai
 // on, with the spans tables[table...]. A prefill tile covers the (row, query head of a KV head's group) pairs from
 // number `first` on. A decode tile covers all pairs; its `first` is the number of KV splits of the decode tiles before
 // it, and `before` the number of the sequence's rows of the step that are in the tiles before it; kSelected: the tile's
-// one row attends to the positions that an indexer selects for it, as if these were positions 0 to `start`.
+// one row attends to the positions that an indexer selects for it, or to its list (ListShape), as if these were
+// positions 0 to `start`.
 struct AttentionTile {
   int row, count, start, table, first, before;
 };
@@ -102,6 +127,12 @@ struct Attention {
   int rotated_width = 0;
   const float* selected = nullptr;  // [rows, selected_width]: the positions that an indexer selects, or null
   int selected_width = 0;
+  // Only attention over compressed positions, which otherwise has the fields of latent attention, and for which
+  // `selected` has entries: the window of ListShape, the position of each row, and the entries.
+  int listed = 0;
+  const int* positions = nullptr;
+  EntryCache entries;
+  const int* entry_tables = nullptr;
 };
 constexpr int kKvSplitTokens = 256;  // tokens of a KV split; splits are merged in ascending order
 constexpr int kDecodePairs = 16;     // pairs of a decode tile, whose KV splits are distributed over CTAs

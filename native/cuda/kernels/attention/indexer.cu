@@ -1,7 +1,7 @@
 // Scores of an indexer. The sum over heads has a fixed order for each position: with tensor cores, each of four threads
 // adds every fourth pair of heads in ascending order, and the four sums are added in pairs. So bits depend on the row
 // and the position alone.
-#include "cuda/kernels/attention/attention.cuh"
+#include "cuda/kernels/attention/entries.cuh"
 #include "cuda/kernels/attention/indexer.h"
 
 namespace as::cuda {
@@ -19,8 +19,14 @@ size_t shared_bytes(int heads, int together) {
   return (size_t)together * whole_eights(heads) * (kHeadBytes + sizeof(float));
 }
 
+// The last position, or entry, that a row sees; -1: none.
+__device__ int last_seen_by(const Indexer& p, int row) {
+  return p.entries.rate ? (p.positions[row] + 1) / p.entries.rate - 1 : p.positions[row];
+}
+
 // A key's place in the cache.
 __device__ const char* key_at(const Indexer& p, const int* table, int position) {
+  if (p.entries.rate) return entry_row(p.entries, table, position);
   const int size = p.keys.span_size;
   return head_of(p.keys, table[position / size], 0) + position % size * p.keys.row_bytes();
 }
@@ -124,19 +130,20 @@ __global__ void __launch_bounds__(kThreads)
   const int end = min(first + rows, first + ((int)blockIdx.x + 1) * together);
   Scorer scorer(p, shared, together);
   for (int row = first + blockIdx.x * together, next; row < end; row = next) {
-    int last = p.positions[row];
+    int last = last_seen_by(p, row);
     for (next = row + 1; next < end && p.row_tables[next] == p.row_tables[row]; next++)
-      last = max(last, p.positions[next]);
+      last = max(last, last_seen_by(p, next));
     if (last < p.width) continue;
     __syncthreads();
     for (int r = row; r < next; r++)
-      if (p.positions[r] >= p.width) scorer.read_queries(r, r - row);
+      if (last_seen_by(p, r) >= p.width) scorer.read_queries(r, r - row);
     __syncthreads();
     const int* table = p.tables + p.row_tables[row];
     for (int begin = blockIdx.y * kIndexTokens + warp * kWarpTokens; begin <= last; begin += gridDim.y * kIndexTokens) {
       scorer.read_keys(table, begin, last);
       for (int r = row; r < next; r++)
-        if (p.positions[r] >= p.width) p.scores[(size_t)(r - first) * p.stride + begin + own] = scorer.score(r - row);
+        if (last_seen_by(p, r) >= p.width)
+          p.scores[(size_t)(r - first) * p.stride + begin + own] = scorer.score(r - row);
     }
   }
 }
@@ -145,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kThreads) score_simt_kernel(const __grid_constant__ Indexer p, int first) {
   after_previous();
-  const int row = first + blockIdx.x, position = p.positions[row], lane = threadIdx.x % 32, dim = p.keys.head_dim;
+  const int row = first + blockIdx.x, position = last_seen_by(p, row), lane = threadIdx.x % 32, dim = p.keys.head_dim;
   if (position < p.width) return;
   const int* table = p.tables + p.row_tables[row];
   const float *queries = p.queries + (size_t)row * p.heads * dim, *weights = p.weights + (size_t)row * p.heads;

@@ -1,5 +1,5 @@
 // The indexer of sparse attention (DeepSeek-V3.2): scores of all positions that a row sees, and the positions with the
-// largest ones.
+// largest ones. Of DeepSeek-V4: of entries in place of positions.
 #pragma once
 #include "cuda/kernels/attention/attention.h"
 
@@ -7,9 +7,10 @@ namespace as::cuda {
 
 // keys: a layer of the cache. queries: [rows, heads * dim]; weights: [rows, heads], one for each head. tables: of
 // spans; row_tables: where the table of each row's sequence begins. selected: [rows, width], what is computed. scores:
-// those of up to most_rows rows, `stride` apart.
+// those of up to most_rows rows, `stride` apart. entries: if they have a rate, `keys` is their cache.
 struct Indexer {
   LayerCache keys;
+  EntryCache entries;
   const float *queries = nullptr, *weights = nullptr;
   int heads = 0;
   const int *positions = nullptr, *tables = nullptr, *row_tables = nullptr;

@@ -7,10 +7,15 @@
 //   - Values: a warp has an eighth of the features. A product with ones sums the weights as they were rounded.
 // A pair's bits depend on no other pair: each KV split is one chain of such blocks, and KV splits are merged in order.
 //
+// Rows of attention over compressed positions have kLatentDim features and zeros in place of the others; each row of
+// the step sees a list of them.
+//
 // Decode tiles: persistent CTAs share all KV splits as in attention_decode.cuh. Prefill tiles: a CTA for each 32 pairs,
 // which are two operands of 16 rows, with the queries in shared memory; or for 16 where there is less of it.
 #include <algorithm>
+#include <climits>
 
+#include "cuda/kernels/attention/entries.cuh"
 #include "cuda/kernels/attention/kv_splits.cuh"
 #include "cuda/kernels/attention/latent_mma.h"
 #include "cuda/kernels/attention/latent_plan.h"
@@ -46,8 +51,11 @@ static_assert(sizeof(Memory<1>) == latent_fixed(1) && sizeof(Memory<2>) == laten
 static_assert(kLatentStage == kLatentTokens * kStride);
 static_assert(kQuarters * kSteps * 16 == kLargestRow && kConsumers == 2 * kQuarters && kEights == kConsumers);
 
-// A copying warp's part. kSelects: an indexer selects the positions of some tiles.
-template <bool kSelects>
+// What a tile sees: positions; some tiles those that an indexer selects; lists of positions and entries.
+enum class Sees { positions, selected, lists };
+
+// A copying warp's part.
+template <Sees kSees>
 class Copier {
  public:
   __device__ Copier(const Attention& a, uint32_t ring, uint32_t full, uint32_t empty, int stages)
@@ -55,8 +63,9 @@ class Copier {
 
   // Copies the positions of a KV split, up to `last`.
   __device__ void copy_split(const AttentionTile& tile, int split, int last) {
-    if constexpr (kSelects)
+    if constexpr (kSees == Sees::selected)
       if (tile.before == kSelected) return copy_selected(tile, split, last);
+    if constexpr (kSees == Sees::lists) return copy_list(tile, split, last);
     const int size = a_.cache.span_size, shift = 31 - __clz(size), begin = split * kKvSplitTokens;
     const int first_span = begin >> shift, at_lane = first_span + lane_ % 16;  // a KV split has at most 16 spans
     const int spans = at_lane << shift <= last ? a_.tables[tile.table + at_lane] : 0;
@@ -119,7 +128,45 @@ class Copier {
     }
   }
 
-  static constexpr int kChunks = kRowBytes / 16;
+  // The same of a list. Only the first kListedChunks of a row in shared memory are in the cache.
+  __device__ void copy_list(const AttentionTile& tile, int split, int last) {
+    constexpr int kNone = INT_MIN;
+    const int begin = split * kKvSplitTokens, position = a_.positions[tile.row];
+    const float* selected = selected_by(a_, tile);
+    const auto place_at = [&](int at) {
+      return at + lane_ <= last ? listed(a_, position, selected, at + lane_) : kNone;
+    };
+    const auto row_of = [&](int place) {
+      return (unsigned long long)(place == kNone ? a_.cache.data : listed_row(a_, tile.table, place));
+    };
+    await_previous();
+    unsigned long long rows = row_of(place_at(begin));
+    int next = place_at(begin + 32);
+    const int blocks = (last - begin) / kTokens + 1;
+#pragma unroll 1
+    for (int at = begin; at < begin + blocks * kTokens; at += 32) {
+      const unsigned long long later = row_of(next);
+      next = place_at(at + 64);
+#pragma unroll 1
+      for (int half = 0; half < 32; half += kLatentTokens) {
+        const int there = min(max(last + 1 - at - half, 0), kLatentTokens);
+        wait_barrier(empty_ + 8 * place_.stage, place_.parity ^ 1);
+        const uint32_t to = ring_ + place_.stage * kLatentStage;
+#pragma unroll
+        for (int j = 0; j < kLatentTokens * kChunks / kCopiers; j++) {
+          const int chunk = j * kCopiers + thread_, row = chunk / kChunks, column = chunk - row * kChunks;
+          const char* from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, rows, half + row));
+          const bool kept = column < kListedChunks;
+          copy_16(to + (chunk + row) * 16, from + (kept ? column * 16 : 0), kept && row < there);
+        }
+        arrive_with_copies(full_ + 8 * place_.stage);
+        place_.advance(1, stages_);
+      }
+      rows = later;
+    }
+  }
+
+  static constexpr int kChunks = kRowBytes / 16, kListedChunks = 2 * kLatentDim / 16;
   static_assert(kLatentTokens * kChunks % kCopiers == 0);
   const Attention& a_;
   const uint32_t ring_, full_, empty_;
@@ -158,7 +205,8 @@ class Attender {
           for (int half = 0; half < 2; half++) {
             const int feature = (quarter_ * kSteps + s) * 16 + half * 8 + lane_ % 4 * 2;
             const float* from = feature < kLatentDim ? absorbed + feature : rotated + feature - kLatentDim;
-            const uint32_t two = there ? to_dtype16x2(from[0], from[1]) : 0;
+            const bool known = there && (feature < kLatentDim || a_.rotated);
+            const uint32_t two = known ? to_dtype16x2(from[0], from[1]) : 0;
             if (kTiles == 1) query_[s][h + 2 * half] = two;
             else if (half_ == 0) store_shared(shared_address(memory_.queries) + pair * kStride + feature * 2, two);
           }
@@ -208,11 +256,12 @@ class Attender {
       for (int h = 0; h < 2; h++) {
         const int pair = pair_of(m, h);
         if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
-        const int row = rows.row(pair), column = rows.head(pair, kv_head) * kLatentDim + own_feature();
+        const int row = rows.row(pair), head = rows.head(pair, kv_head), column = head * kLatentDim + own_feature();
+        const float sum = with_sink(a_, head, total_sum_[m][h], total_most_[m][h]);
 #pragma unroll
         for (int v = 0; v < kOwn; v++)
-          decode::put_two(a_.out, row, column + v * 8, share(total_[m][v][2 * h], total_sum_[m][h]),
-                          share(total_[m][v][2 * h + 1], total_sum_[m][h]));
+          decode::put_two(a_.out, row, column + v * 8, share(total_[m][v][2 * h], sum),
+                          share(total_[m][v][2 * h + 1], sum));
       }
   }
   // Writes the result of the KV split, or the total up to it, to the split's place for the merge.
@@ -403,7 +452,7 @@ __device__ int last_of(const RowsOf& rows, int split) {
   return min(rows.position(rows.count - 1), (split + 1) * kKvSplitTokens - 1);
 }
 
-template <bool kSelects>
+template <Sees kSees>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_latent_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count,
                                 bool several, int stages) {
@@ -424,7 +473,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   KvSplits splits(a, tiles, several, begin);
   if (!splits.left()) return;
   if (threadIdx.x >= 32 * kConsumers) {
-    Copier<kSelects> copier(a, ring, shared_address(shared.full), shared_address(shared.empty), stages);
+    Copier<kSees> copier(a, ring, shared_address(shared.full), shared_address(shared.empty), stages);
     for (; splits.left(); splits.next())
       if (splits.rows().count)
         copier.copy_split(splits.rows().tile, splits.split(), last_of(splits.rows(), splits.split()));
@@ -462,7 +511,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (part.blocks > 1) decode::merge_part<kLatentDim>(a, part, shared, ring, stages * kLatentStage / kConsumers);
 }
 
-template <int kTiles, bool kSelects>
+template <int kTiles, Sees kSees>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_latent_prefill_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int parts,
                                  int stages) {
@@ -479,7 +528,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!rows.count) return;
   if (threadIdx.x >= 32 * kConsumers) {
     if (kTiles > 1) leave_registers();
-    Copier<kSelects> copier(a, ring, shared_address(memory.shared.full), shared_address(memory.shared.empty), stages);
+    Copier<kSees> copier(a, ring, shared_address(memory.shared.full), shared_address(memory.shared.empty), stages);
     for (int split = rows.first_split; split <= rows.last_split; split++)
       copier.copy_split(tile, split, last_of(rows, split));
     return copier.end();
@@ -494,10 +543,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // parts: CTAs of a tile and KV head.
-template <int kTiles, bool kSelects>
+template <int kTiles, Sees kSees>
 void start_prefill(const Attention& a, const AttentionTile* tiles, int count, int parts, const Queue& queue) {
   const int stages = latent_stages(max_shared(), kTiles), bytes = latent_fixed(kTiles) + stages * kLatentStage;
-  const auto kernel = attend_latent_prefill_kernel<kTiles, kSelects>;
+  const auto kernel = attend_latent_prefill_kernel<kTiles, kSees>;
   start(queue, kernel, dim3(count * parts, a.cache.kv_heads), kThreads, bytes, a, tiles, parts, stages);
 }
 
@@ -507,24 +556,36 @@ void attend_latent_decode_mma(const Attention& a, const AttentionTile* tiles, in
                               const Queue& queue) {
   const int stages = latent_stages(max_shared(), 1), bytes = latent_fixed(1) + stages * kLatentStage;
   const int all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
-  const auto kernel =
-      a.selected ? latent::attend_latent_decode_kernel<true> : latent::attend_latent_decode_kernel<false>;
+  const auto kernel = a.listed     ? latent::attend_latent_decode_kernel<latent::Sees::lists>
+                      : a.selected ? latent::attend_latent_decode_kernel<latent::Sees::selected>
+                                   : latent::attend_latent_decode_kernel<latent::Sees::positions>;
   start(queue, kernel, dim3(std::min(all, sm_count())), latent::kThreads, bytes, a, tiles, count, several, stages);
 }
 
 void attend_latent_prefill_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   constexpr int kParts = kPrefillPairs / kDecodePairs;
-  if (latent_fits(max_shared(), 2)) latent::start_prefill<2, false>(a, tiles, count, kParts / 2, queue);
-  else latent::start_prefill<1, false>(a, tiles, count, kParts, queue);
+  if (latent_fits(max_shared(), 2))
+    latent::start_prefill<2, latent::Sees::positions>(a, tiles, count, kParts / 2, queue);
+  else latent::start_prefill<1, latent::Sees::positions>(a, tiles, count, kParts, queue);
 }
 
+namespace {
+
 // A CTA has up to 32 heads of a row, as they see the same positions.
-void attend_latent_selected_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+template <latent::Sees kSees>
+void attend_rows(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   if (a.queries <= kDecodePairs || !latent_fits(max_shared(), 2))
-    return latent::start_prefill<1, true>(a, tiles, count, 1, queue);
+    return latent::start_prefill<1, kSees>(a, tiles, count, 1, queue);
   Attention wide = a;
   wide.cache.kv_heads = ceil_div(a.queries, 2 * kDecodePairs), wide.group = ceil_div(a.queries, wide.cache.kv_heads);
-  latent::start_prefill<2, true>(wide, tiles, count, 1, queue);
+  latent::start_prefill<2, kSees>(wide, tiles, count, 1, queue);
+}
+
+}  // namespace
+
+void attend_latent_selected_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.listed) attend_rows<latent::Sees::lists>(a, tiles, count, queue);
+  else attend_rows<latent::Sees::selected>(a, tiles, count, queue);
 }
 
 }  // namespace AS_DTYPE16

@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
   __shared__ int counts[kBuckets];
   __shared__ int found, more;
   after_previous();
-  const int row = first + blockIdx.x, n = p.positions[row] + 1, lane = threadIdx.x % 32;
+  const int row = first + blockIdx.x, seen = p.positions[row] + 1, lane = threadIdx.x % 32;
+  const int n = p.entries.rate ? seen / p.entries.rate : seen;
   float* out = p.selected + (size_t)row * p.width;
   if (n <= p.width) {
     for (int i = threadIdx.x; i < p.width; i += kThreads) out[i] = i < n ? (float)i : -1.0f;

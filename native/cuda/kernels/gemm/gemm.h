@@ -23,6 +23,7 @@ enum class GemmAlgo {
   any,          // the fastest; not for launches
   simt,         // float32
   small_n,      // float32 of few columns
+  long_k,       // the same of long rows
   mma,          // mma.sync: any chip
   mma_prefill,  // mma.sync: tiles of many rows; any chip
   gemv,         // one row
@@ -32,6 +33,9 @@ enum class GemmAlgo {
   prefill,      // wgmma: tiles of many rows, or so many columns that each CTA has one tile
 };
 void gemm_f32(const GemmArgs& p, int rows, const Queue& queue);
+// Like gemm_f32(), but with another order of sums; p.adds and p.gated are not supported. p.unnormed: null, or all rows,
+// which the kernel normalizes itself.
+void gemm_long_k(const GemmArgs& p, int rows, const Queue& queue);
 // 16-bit weights: mma, mma_prefill, gemv (for p.x or p.unnormed), split_k, stream_k or prefill.
 void gemm_dtype16(const GemmArgs& p, int rows, const Queue& queue, GemmAlgo algo);
 // Quantized weights with bfloat16 activations: mma, gemv (for p.x or p.unnormed), stream_k or prefill.

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / 32, row = blockIdx.x * (kThreads / 32) + warp;
   float* own = scores + warp * 2 * router.experts;
   if (row < rows)
-    route_row(logits + (size_t)row * router.experts, router, routing.top, !where || where[row] >= 0, own,
+    route_row(logits + (size_t)row * router.experts, router, routing.top, row, !where || where[row] >= 0, own,
               routing.entry_of + (size_t)row * routing.top, routing.shares + (size_t)row * routing.top);
 }
 
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kFewThreads)
   if (!last) return;
   float* own = shared + warp * 2 * router.experts;
   for (int row = warp; row < rows; row += warps)
-    route_row(logits.y.values + (size_t)row * router.experts, router, routing.top, there[row], own,
+    route_row(logits.y.values + (size_t)row * router.experts, router, routing.top, row, there[row], own,
               chosen + row * routing.top, routing.shares + (size_t)row * routing.top);
   __syncthreads();
   group(routing, chosen, rows * routing.top, tile_rows, reinterpret_cast<int*>(shared));

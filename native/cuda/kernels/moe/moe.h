@@ -7,13 +7,26 @@ namespace as::cuda {
 
 constexpr int kMaxExperts = 1024, kMaxTop = 32;  // experts of a router, and experts chosen for a row
 
-// How experts are chosen from logits; see the op in program/op_spec.cpp.
+// The experts of each token, which take the place of a choice: experts [tokens, chosen for a row], as floats. A token
+// beyond the table has the last row's. chosen: null, or the step's row of each row that is routed.
+struct TokenExperts {
+  const float* experts = nullptr;
+  int tokens = 0;
+  TokenRows rows;
+  const int* chosen = nullptr;
+};
+
+enum class Scores { softmax, sigmoid, sqrt_softplus };
+
+// How experts are chosen from logits; see the op in program/op_table.h.
 struct Router {
-  bool sigmoid = false, normalized = false;
+  Scores scores = Scores::softmax;
+  bool normalized = false;
   bool best_of_group = false;  // a group counts as much as its best expert, not as its two best
   float scale = 1;
   int experts = 0, groups = 1, top_groups = 1;
   const float *correction = nullptr, *expert_scales = nullptr;  // [experts], or null
+  TokenExperts by_token;                                        // experts null: scores choose
 };
 
 // Adjacent entries of an expert; `expert` counts from the rank's first one.

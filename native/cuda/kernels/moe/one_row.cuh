@@ -22,7 +22,7 @@ __device__ inline void choose(const ChosenRow& row, bool there, const Routing& r
   __shared__ int all[kMaxTop];
   __shared__ float shares[kMaxTop];
   if (threadIdx.x < 32) {
-    route_row(row.logits, row.router, r.top, there, scratch, all, shares);
+    route_row(row.logits, row.router, r.top, 0, there, scratch, all, shares);
     __syncwarp();
     const int lane = threadIdx.x, expert = lane < r.top ? all[lane] - r.begin : -1;
     const bool own = expert >= 0 && expert < r.end - r.begin;

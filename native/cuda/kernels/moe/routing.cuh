@@ -4,6 +4,7 @@
 
 #include "cuda/kernels/common/device.cuh"
 #include "cuda/kernels/moe/moe.h"
+#include "cuda/kernels/sampling/argmax.cuh"
 
 namespace as::cuda {
 namespace AS_DTYPE16 {
@@ -26,6 +27,13 @@ __device__ inline Candidate best_of_warp(Candidate best) {
     best.consider(value, index);
   }
   return best;
+}
+
+// An expert's score. most: the greatest logit, for a softmax that is not divided by its sum.
+__device__ inline float score_of(Scores scores, float logit, float most) {
+  if (scores == Scores::sigmoid) return 1.0f / (1.0f + expf(-logit));
+  if (scores == Scores::softmax) return expf(logit - most);
+  return sqrtf(fmaxf(logit, 0.0f) + log1pf(expf(-fabsf(logit))));
 }
 
 // Excludes all groups but those with the best experts, or the highest sums of the two best. A lane has a group.
@@ -59,7 +67,8 @@ __device__ inline void score_row(const float* logits, const Router& router, floa
   constexpr int kAtOnce = 4;
   const int lane = threadIdx.x % 32, experts = router.experts;
   // Softmax keeps the order of logits, and its sum cancels out of normalized weights.
-  const bool plain = !router.sigmoid && !router.correction && router.top_groups == router.groups;
+  const bool softmax = router.scores == Scores::softmax;
+  const bool plain = softmax && !router.correction && router.top_groups == router.groups;
   float* choice = reinterpret_cast<float*>(keys);
   float most = -INFINITY, sum = 0;
   for (int begin = lane; begin < experts; begin += 32 * kAtOnce) {
@@ -74,13 +83,13 @@ __device__ inline void score_row(const float* logits, const Router& router, floa
   most = warp_max(most);
 #pragma unroll 4
   for (int e = lane; e < experts; e += 32) {
-    const float score = router.sigmoid ? 1.0f / (1.0f + expf(-choice[e])) : expf(choice[e] - most);
+    const float score = score_of(router.scores, choice[e], most);
     scores[e] = score, sum += score;
   }
   sum = warp_sum(sum);
 #pragma unroll 4
   for (int e = lane; e < experts; e += 32) {
-    if (!router.sigmoid && !(plain && router.normalized)) scores[e] /= sum;
+    if (softmax && !(plain && router.normalized)) scores[e] /= sum;
     float c = plain ? choice[e] : scores[e] + (router.correction ? router.correction[e] : 0.0f);
     if (!(c == c)) c = -INFINITY;  // the row's weights are NaN, too
     choice[e] = c;
@@ -155,19 +164,19 @@ __device__ void route_row_in_registers(const float* logits, const Router& router
 #pragma unroll
     for (int i = 0; i < kEach; i++) key[i] = lane + 32 * i < experts ? ordered(fmaxf(score[i], -INFINITY)) : 0;
   } else {
-    const bool plain = !router.sigmoid && !router.correction;
+    const bool softmax = router.scores == Scores::softmax, plain = softmax && !router.correction;
     float logit[kEach], sum = 0;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       logit[i] = score[i];
-      score[i] = router.sigmoid ? 1.0f / (1.0f + expf(-logit[i])) : expf(logit[i] - most);
+      score[i] = score_of(router.scores, logit[i], most);
       if (lane + 32 * i < experts) sum += score[i];
     }
     sum = warp_sum(sum);
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const int e = lane + 32 * i;
-      if (!router.sigmoid) score[i] /= sum;
+      if (softmax) score[i] /= sum;
       const float c = plain ? logit[i] : score[i] + (router.correction && e < experts ? router.correction[e] : 0.0f);
       key[i] = e < experts ? ordered(c == c ? c : -INFINITY) : 0;
     }
@@ -195,17 +204,33 @@ __device__ void route_row_in_registers(const float* logits, const Router& router
   weigh_chosen(mine, router, top, scores, of_chosen, chosen, shares);
 }
 
-// A warp chooses a row's experts. there: false if the row gets none. scratch: two numbers for each expert, in shared
-// memory.
-__device__ inline void route_row(const float* logits, const Router& router, int top, bool there, float* scratch,
-                                 int* chosen, float* shares) {
+// The same with the experts of the row's token.
+__device__ inline void route_row_by_token(const float* logits, const Router& router, int top, int row, float* scores,
+                                          float* of_chosen, int* chosen, float* shares) {
+  const TokenExperts& table = router.by_token;
+  const int lane = threadIdx.x % 32;
+  int token = table.rows.tokens[table.chosen ? table.chosen[row] : row];
+  if (token < 0) token = sampled_token(table.rows.sampled + (size_t)~token * kArgmaxParts);
+  token = min(max(token, 0), table.tokens - 1);
+  const int mine = lane < top ? (int)table.experts[(size_t)token * top + lane] : INT_MAX;
+  if (lane < top) scores[mine] = score_of(router.scores, __ldcg(logits + mine), 0);
+  __syncwarp();
+  weigh_chosen(mine, router, top, scores, of_chosen, chosen, shares);
+}
+
+// A warp chooses the experts of a row. there: false if the row gets none. scratch: two numbers for each expert, in
+// shared memory.
+__device__ inline void route_row(const float* logits, const Router& router, int top, int row, bool there,
+                                 float* scratch, int* chosen, float* shares) {
   const int lane = threadIdx.x % 32, experts = router.experts;
   float* const keys = scratch + experts;
   if (!there) {
     if (lane < top) chosen[lane] = -1, shares[lane] = 0;
+  } else if (router.by_token.experts) {
+    route_row_by_token(logits, router, top, row, scratch, keys, chosen, shares);
   } else if (router.top_groups < router.groups || experts > 512) {
     route_row_in_memory(logits, router, top, scratch, reinterpret_cast<uint32_t*>(keys), chosen, shares);
-  } else if (!router.sigmoid && !router.correction && router.normalized) {
+  } else if (router.scores == Scores::softmax && !router.correction && router.normalized) {
     if (experts <= 32) route_row_in_registers<1, true>(logits, router, top, scratch, keys, chosen, shares);
     else if (experts <= 256) route_row_in_registers<8, true>(logits, router, top, scratch, keys, chosen, shares);
     else route_row_in_registers<16, true>(logits, router, top, scratch, keys, chosen, shares);

@@ -86,7 +86,11 @@ struct HeadNorm {
 };
 // RMS norm of each head of two groups of heads, such as queries and keys. A group may be empty (count 0).
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue);
-void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
+// The same of one group, and then rope() in interleaved pairs, from feature `skip` on, an even number.
+void head_norm_and_rope(float* x, int width, const HeadNorm& norm, int skip, const RotaryTable& table, int rows,
+                        const Queue& queue);
+// inverse: rotates back.
+void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, bool inverse, int rows,
           const Queue& queue);
 
 // silu_mul() of columns in the order of pair_rows(). bias: null, or added first, in the order before pairing.

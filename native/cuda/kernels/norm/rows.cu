@@ -17,12 +17,6 @@ __device__ float value_of(const Matrix& m, int row, int column) {
   return m.values[(size_t)row * m.k + column];
 }
 
-// A warp merges the parts of an argmax and returns the token, or 0 if there is none.
-__device__ int sampled_token(const Argmax* parts) {
-  const Argmax best = merged_by_warp(parts);
-  return best.not_finite ? 0 : max(best.token, 0);
-}
-
 // If there are few rows, several CTAs share one: each thread then waits for memory only once.
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(Matrix table, TokenRows tokens, int vocab_begin, float scale, Rows out) {

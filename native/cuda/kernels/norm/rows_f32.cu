@@ -55,9 +55,10 @@ __global__ void qk_norm_kernel(float* x, int width, QkNorm norm, const float* su
     row[i] *= i < norm.q_columns ? q * norm.q_weight[i] : k * norm.k_weight[i - norm.q_columns];
 }
 
-// One warp for each head: those of `first`, then of `second`. Heads have up to kMost features.
-template <int kMost>
-__global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
+// One warp for each head: those of `first`, then of `second`. Heads have up to kMost features. kRotates: and rotates
+// pairs of adjacent features, from `skip` on.
+template <int kMost, bool kRotates>
+__global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second, int skip, RotaryTable t) {
   constexpr int kEach = kMost / 32;
   const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const bool is_first = of_all < first.heads.count;
@@ -81,7 +82,24 @@ __global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm s
   each([&](int i, int feature) { kept[i] = values[feature]; });
   each([&](int i, int) { sum = fmaf(kept[i], kept[i], sum); });
   const float factor = 1.0f / sqrtf(warp_sum(sum) / head_dim + eps);
-  each([&](int i, int feature) { values[feature] = kept[i] * factor * (weights[i] + one); });
+  if constexpr (!kRotates) {
+    each([&](int i, int feature) { values[feature] = kept[i] * factor * (weights[i] + one); });
+  } else {
+    const size_t angles = (size_t)blockIdx.y * (t.dim / 2);
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int feature = i * 32 + lane, rotated = feature - skip;
+      const float own = there && feature < head_dim ? kept[i] * factor * (weights[i] + one) : 0.0f;
+      const float other = __shfl_xor_sync(0xffffffffu, own, 1);
+      if (!there || feature >= head_dim) continue;
+      if (rotated < 0 || rotated >= t.dim) {
+        values[feature] = own;
+        continue;
+      }
+      const float c = t.cosine[angles + rotated / 2], s = t.sine[angles + rotated / 2];
+      values[feature] = rotated % 2 ? __fmul_rn(own, c) + __fmul_rn(other, s) : __fmul_rn(own, c) - __fmul_rn(other, s);
+    }
+  }
 }
 
 __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* prompts) {
@@ -111,14 +129,15 @@ __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const i
   }
 }
 
-__global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, bool interleaved) {
+__global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, bool interleaved, bool inverse) {
   after_previous();
   const int row = blockIdx.x, half = t.dim / 2;
   for (int i = threadIdx.x; i < heads.count * half; i += blockDim.x) {
     const int pair = i % half;
     float* values = x + (size_t)row * width + heads.offset + (size_t)(i / half) * heads.head_dim;
     float &a = values[interleaved ? 2 * pair : pair], &b = values[interleaved ? 2 * pair + 1 : pair + half];
-    const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair], first = a;
+    const float c = t.cosine[(size_t)row * half + pair], first = a;
+    const float sine = t.sine[(size_t)row * half + pair], s = inverse ? -sine : sine;
     a = __fmul_rn(a, c) - __fmul_rn(b, s), b = __fmul_rn(b, c) + __fmul_rn(first, s);
   }
 }
@@ -155,20 +174,30 @@ void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int row
   start(queue, qk_norm_kernel, rows, kThreads, 0, x, width, norm, sums);
 }
 
+constexpr int kNormedHeads = 4, kUsualHead = 256;  // heads of a CTA; features of all heads but a few models'
+
 void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
-  constexpr int kHeads = 4, kUsualHead = 256;  // heads of a CTA; features of all heads but a few models'
   const bool large = std::max(first.heads.head_dim, second.heads.head_dim) > kUsualHead;
-  start(queue, large ? head_norm_kernel<kLatentDim> : head_norm_kernel<kUsualHead>,
-        dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0, x, width, first, second);
+  start(queue, large ? head_norm_kernel<kLatentDim, false> : head_norm_kernel<kUsualHead, false>,
+        dim3(ceil_div(first.heads.count + second.heads.count, kNormedHeads), rows), 32 * kNormedHeads, 0, x, width,
+        first, second, 0, RotaryTable());
+}
+
+void head_norm_and_rope(float* x, int width, const HeadNorm& norm, int skip, const RotaryTable& table, int rows,
+                        const Queue& queue) {
+  const bool large = norm.heads.head_dim > kUsualHead;
+  start(queue, large ? head_norm_kernel<kLatentDim, true> : head_norm_kernel<kUsualHead, true>,
+        dim3(ceil_div(norm.heads.count, kNormedHeads), rows), 32 * kNormedHeads, 0, x, width, norm, HeadNorm(), skip,
+        table);
 }
 
 void rotary_table(const RotaryTable& table, const int* positions, const int* prompts, int rows, const Queue& queue) {
   start(queue, rotary_table_kernel, rows, 64, 0, table, positions, prompts);
 }
 
-void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
+void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, bool inverse, int rows,
           const Queue& queue) {
-  start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved);
+  start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved, inverse);
 }
 
 void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {

@@ -20,5 +20,11 @@ __device__ inline Argmax merged_by_warp(const Argmax* parts) {
           __shfl_sync(0xffffffffu, best.not_finite, 0)};
 }
 
+// The token of a warp's argmax, or 0 if there is none.
+__device__ inline int sampled_token(const Argmax* parts) {
+  const Argmax best = merged_by_warp(parts);
+  return best.not_finite ? 0 : max(best.token, 0);
+}
+
 }  // namespace AS_DTYPE16
 }  // namespace as::cuda
