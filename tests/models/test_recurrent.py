@@ -375,8 +375,8 @@ def test_decays_of_glm_without_a_bound(tmp_path):
 
 
 def test_a_checkpoint_of_glm_as_published(tmp_path, caplog):
-    """Other names of layers, the fields of linear_attn_config, which counts them from 0, and the layer of a draft head,
-    which is not read.
+    """Other names of layers, the fields of linear_attn_config, which counts them from 0, and the layer of a draft
+    head.
     """
     source, layers = checkpoint("glm5-next"), 4
     values = changed_text("glm5-next", {"first_k_dense_replace": 1, "mla_use_nope": True, "mhc": True,
@@ -394,7 +394,7 @@ def test_a_checkpoint_of_glm_as_published(tmp_path, caplog):
     assert read_config(tmp_path) == read_config(source)
     shutil.copy(source / "generation_config.json", tmp_path)
     stored = safetensors.torch.load_file(source / "model.safetensors")
-    extra = {f"model.language_model.layers.{layers}.{name}": torch.ones(3) for name in ("enorm.weight", "hc_attn_fn")}
+    extra = {f"model.language_model.layers.{layers}.{name}": torch.ones(3) for name in ("eh_proj.weight", "enorm.weight")}
     safetensors.torch.save_file(stored | extra, tmp_path / "model.safetensors")
     prompt = prompt_of(70)
     with Driver(source, 1) as a, Driver(tmp_path, 1) as b:

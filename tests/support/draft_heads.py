@@ -91,7 +91,7 @@ SPECS = {name: (CONFIGS | EXPERTS | LATENT | RECURRENT)[name] for name in (
     "qwen3-5-moe", "mimo", "glm5-next")}
 
 
-def _root(tensors: dict[str, torch.Tensor]) -> str:
+def root_of(tensors: dict[str, torch.Tensor]) -> str:
     """How the names of the text's tensors begin."""
     return next(n.removesuffix("embed_tokens.weight") for n in tensors if n.endswith("embed_tokens.weight"))
 
@@ -166,7 +166,7 @@ class Checkpoint:
         def normed(x: torch.Tensor, name: str) -> torch.Tensor:
             return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * (self.tensors[name] + names.one_plus)
 
-        embeddings = self.tensors[f"{_root(self.tensors)}embed_tokens.weight"][tokens]
+        embeddings = self.tensors[f"{root_of(self.tensors)}embed_tokens.weight"][tokens]
         both = [normed(embeddings, names.embedding_norm), normed(states, names.hidden_norm)]
         return torch.cat(both[::-1] if names.hidden_first else both, -1) @ self.tensors[names.projection].T
 
@@ -178,7 +178,7 @@ def write(folder: Path, name: str, change: Any = None, layers: int = 1, **fields
     spec = replace(SPECS[name], fields={**SPECS[name].fields, **fields})
     source = write_checkpoint(folder / "model", spec)
     tensors, heads, names = tensors_of(source), [], []
-    root = _root(tensors)
+    root = root_of(tensors)
     embedding = tensors[f"{root}embed_tokens.weight"]
     size, output = embedding.shape[1], tensors.get("lm_head.weight", embedding)
     for index in range(layers):
