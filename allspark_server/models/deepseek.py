@@ -19,7 +19,8 @@ from allspark_server.models.graph_elements import Tensor
 from allspark_server.models.network import ExpertConfig, IndexerConfig, LatentConfig, ModelConfig
 
 
-def _layer(graph: Graph, x: Tensor, prefix: str, layer: int) -> None:
+def latent_layer(graph: Graph, x: Tensor, prefix: str, layer: int) -> None:
+    """Adds a layer to the residual stream: latent attention, then an MLP or experts."""
     latent = graph.config.latent
     assert latent is not None
     correction = "gate.e_score_correction_bias" if graph.experts.scores == "sigmoid" else ""
@@ -33,7 +34,7 @@ def deepseek(config: ModelConfig) -> Graph:
     """Builds the network."""
     graph, x = begin(config)
     for layer in range(config.num_layers):
-        _layer(graph, x, f"model.layers.{layer}", layer)
+        latent_layer(graph, x, f"model.layers.{layer}", layer)
     return finish(graph, x)
 
 
@@ -111,7 +112,7 @@ def _softmax_experts(fields: Fields, layers: int) -> ExpertConfig:
 
 
 _COMMON: dict[str, Any] = {"kv_heads_required": False, "has_bias_fields": True, "translate": latent_heads,
-                           "more": latent_sizes, "draft_head": next_n_head(_layer)}
+                           "more": latent_sizes, "draft_head": next_n_head(latent_layer)}
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": Architecture(deepseek, "deepseek_v2", "DeepSeek-V2", experts=_softmax_experts, **_COMMON),

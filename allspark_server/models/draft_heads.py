@@ -39,7 +39,7 @@ class DraftHead:
 def head_config(config: ModelConfig, stacked: bool) -> ModelConfig:
     """The config of a draft head's layer, with experts if the model has some. stacked: see ExpertConfig."""
     experts = config.experts and replace(config.experts, dense_layers=(), stacked=stacked)
-    return replace(config, num_layers=1, experts=experts, delta=None)
+    return replace(config, num_layers=1, experts=experts, delta=None, streams=None)
 
 
 def _merged(graph: Graph, x: Tensor, embedding_norm: str, hidden_norm: str, projection: str,
@@ -53,14 +53,19 @@ def _merged(graph: Graph, x: Tensor, embedding_norm: str, hidden_norm: str, proj
     return graph.linear(both, graph.matrix(projection, size, 2 * size), None, out="merged")
 
 
-def next_n_head(layer: Layer) -> DraftHead:
-    """DeepSeek's and GLM's, stored as further layers. The next layer takes the hidden state before the norm."""
+def next_n_head(layer: Layer, rotary: bool = True, normed: bool = False) -> DraftHead:
+    """DeepSeek's and GLM's, stored as further layers. The next layer takes the hidden state before the norm, or after
+    it if `normed`. rotary: it has a rotary embedding.
+    """
     def build(config: ModelConfig, prefix: str, output: str) -> Graph:
-        graph, x = begin(config)
+        graph, x = begin(config, rotary=rotary)
         x = _merged(graph, x, f"{prefix}.enorm.weight", f"{prefix}.hnorm.weight", f"{prefix}.eh_proj.weight")
         layer(graph, x, prefix, 0)
-        graph.keep_hidden(x)
-        return finish(graph, x, f"{prefix}.shared_head.norm.weight", output)
+        if not normed:
+            graph.keep_hidden(x)
+        # It reads positions that the model's windows may have left behind.
+        graph = finish(graph, x, f"{prefix}.shared_head.norm.weight", output).with_whole_histories()
+        return graph.with_kept_hidden() if normed else graph
 
     return DraftHead("model.layers.{number}", "eh_proj.weight", "shared_head.head.weight", "", build)
 

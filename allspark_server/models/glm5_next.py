@@ -1,9 +1,11 @@
 """GLM-5.3-Flash: three of four layers have the gated delta rule with a bounded decay for each channel (KDA), the others
 latent attention without rotary embedding to pools of positions that an indexer selects. All have residual streams as
 DeepSeek-V4's (mHC), whose mean is the last layer's output. Dense layers, then experts as in DeepSeek-V3, with limits.
+The draft head's layer has latent attention and experts, and one residual stream.
 
 Sources: transformers' `modeling_glm5_next.py` (5.24.0), to which the tests compare; unslothai/llama.cpp#116 for the
-bound; fields of published config.json in NVIDIA-NeMo/Megatron-Bridge#6137 (docs/decisions/glm-5-next.md).
+bound; fields of published config.json in NVIDIA-NeMo/Megatron-Bridge#6137; the draft head in ROCm/ATOM's
+`glm5_next_mtp.py` and vLLM's `glm5next` (docs/decisions/glm-5-next.md).
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from allspark_server.models.blocks import (
     mlp_or_experts,
     residual_streams,
 )
-from allspark_server.models.deepseek import index_sizes, latent_heads, latent_sizes, shared_selections
+from allspark_server.models.deepseek import index_sizes, latent_heads, latent_layer, latent_sizes, shared_selections
+from allspark_server.models.draft_heads import next_n_head
 from allspark_server.models.expert_fields import grouped_experts
 from allspark_server.models.fields import MAX_LAYERS, Fields
 from allspark_server.models.graph import Graph
@@ -110,4 +113,5 @@ def _more(fields: Fields) -> dict[str, Any]:
 ARCHITECTURES = {"Glm5NextForConditionalGeneration": Architecture(
     glm5_next, "glm5_next", "GLM-5.3-Flash (text part)", kv_heads_required=False, has_bias_fields=True,
     layer_types=False, experts=grouped_experts, more=_more, translate=_fields, stored_as="text_part",
-    unused=("model.layers.{number}.",), no_images_reason="its vision tower is not served")}
+    draft_head=next_n_head(latent_layer, rotary=False, normed=True),
+    no_images_reason="its vision tower is not served")}

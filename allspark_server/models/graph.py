@@ -124,14 +124,16 @@ class Graph:
 
     def with_whole_histories(self) -> Graph:
         """The same model with one cache group that keeps every position; windows are then only masks."""
-        if not any(group.kind == "sliding" for group in self.cache_groups):
+        kinds = {group.kind for group in self.cache_groups}
+        if "sliding" not in kinds:
             return self
         other, numbers = copy.copy(self), dict[tuple[Attribute, Attribute], int]()
-        other.cache_groups, other.ops = [CacheGroup()], []
+        other.cache_groups, other.ops = [CacheGroup("latent" if "latent" in kinds else "full")], []
         for op in self.ops:
-            if op.type == "span_attention":
-                place = op.attrs.get("cache_group", 0), op.attrs["layer"]
-                op = replace(op, attrs={**op.attrs, "layer": numbers.setdefault(place, len(numbers)), "cache_group": 0})
+            for group, layer in (("cache_group", "layer"), ("rows_group", "rows_layer")):
+                if layer in op.attrs and op.type in ("span_attention", "latent_attention", "compress", "indexer"):
+                    place = op.attrs.get(group, 0), op.attrs[layer]
+                    op = replace(op, attrs={**op.attrs, layer: numbers.setdefault(place, len(numbers)), group: 0})
             other.ops.append(op)
         return other
 

@@ -331,7 +331,7 @@ class RankModel:
         """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
         used = {part.tensor for weight in self.whole.weights.values() for part in weight.parts} | {"lm_head.weight"}
         net = self.graph.config
-        known = (*(name.format(number=net.num_layers) for name in ARCHITECTURES[net.architecture].unused),
+        known = (*ARCHITECTURES[net.architecture].unused,
                  *(f"model.layers.{layer}.self_attn.{name}_" for layer in net.reading_layers for name in "kv"))
         unused = sorted(n for n in self.opened.source.names()
                         if n not in used and not n.endswith("rotary_emb.inv_freq") and not n.startswith(known))

@@ -291,28 +291,29 @@ void check_indexer(const Program& p, const OpNode& op) {
   check_entries(p, op, op.integer("cache_group"), op.integer("layer"), dim);
 }
 
-// Checks that a cache group is of a kind, and that no other op keeps rows in its layer.
-void check_layer(const Program& p, const OpNode& op, CacheKind kind, int group, int layer) {
+// Checks that a cache group is of a kind, or a latent one if that is possible, and that no other op keeps rows in its
+// layer.
+void check_layer(const Program& p, const OpNode& op, CacheKind kind, int group, int layer, bool or_latent = false) {
   if (group >= (int)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(group));
-  if (p.cache_groups()[group].kind != kind)
-    throw wrong(op, "cache group " + std::to_string(group) + " is " + name_of(p.cache_groups()[group].kind) +
-                        ", expected " + name_of(kind));
+  const CacheKind found = p.cache_groups()[group].kind;
+  if (found != kind && !(or_latent && found == CacheKind::latent))
+    throw wrong(op, "cache group " + std::to_string(group) + " is " + name_of(found) + ", expected " + name_of(kind));
   for (const OpNode& other : p.ops())
     if (keeps_rows(other, group, layer))
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(group) + " is taken");
 }
 
 void check_compress(const Program& p, const OpNode& op) {
-  const long rate = op.integer("rate"), parts = op.flag("overlapping") ? 2 : 1, dim = entry_dim(p, op),
-             group = op.integer("cache_group");
+  const long rate = op.integer("rate"), parts = op.flag("overlapping") ? 2 : 1, dim = entry_dim(p, op);
   if (dim * 2 * parts != p.in(op).width || p.in(op).rows != kAllRows)
     throw wrong(op, "its input must have a row for each token, with values and gates of one width");
   vector_is(p, op, 0, rate * parts * dim);
   if (op.weights.size() > 1) vector_is(p, op, 1, dim);
-  check_layer(p, op, CacheKind::sliding, op.integer("rows_group"), op.integer("rows_layer"));
-  const bool latent = group < (long)p.cache_groups().size() && p.cache_groups()[group].kind == CacheKind::latent;
-  check_layer(p, op, latent ? CacheKind::latent : CacheKind::full, (int)group, op.integer("layer"));
-  if (const long kept = p.cache_groups()[op.integer("rows_group")].window; kept < parts * rate)
+  check_layer(p, op, CacheKind::sliding, op.integer("rows_group"), op.integer("rows_layer"), true);
+  check_layer(p, op, CacheKind::full, op.integer("cache_group"), op.integer("layer"), true);
+  if (op.integer("rows_group") == op.integer("cache_group") && op.integer("rows_layer") == op.integer("layer"))
+    throw wrong(op, "its rows and its entries have one place");
+  if (const long kept = p.cache_groups()[op.integer("rows_group")].window; kept && kept < parts * rate)
     throw wrong(op, "cache group " + std::to_string(op.integer("rows_group")) + " keeps " + std::to_string(kept) +
                         " positions, an entry is of " + std::to_string(parts * rate));
   if (!op.integer("rotary_dim")) return;

@@ -24,6 +24,7 @@ from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.cache.host_cache import CopyCosts
 from allspark_server.models import read_config
+from allspark_server.runtime.device import Gpu
 from allspark_server.runtime.host_cache import HEADER
 from allspark_server.weights.checkpoint import open_model
 from reference.loading import logits_after, model_runner
@@ -375,8 +376,8 @@ def test_decays_of_glm_without_a_bound(tmp_path):
 
 
 def test_a_checkpoint_of_glm_as_published(tmp_path, caplog):
-    """Other names of layers, the fields of linear_attn_config, which counts them from 0, and the layer of a draft head,
-    which is not read.
+    """Other names of layers, the fields of linear_attn_config, which counts them from 0, and the layer of a draft
+    head.
     """
     source, layers = checkpoint("glm5-next"), 4
     values = changed_text("glm5-next", {"first_k_dense_replace": 1, "mla_use_nope": True, "mhc": True,
@@ -394,13 +395,20 @@ def test_a_checkpoint_of_glm_as_published(tmp_path, caplog):
     assert read_config(tmp_path) == read_config(source)
     shutil.copy(source / "generation_config.json", tmp_path)
     stored = safetensors.torch.load_file(source / "model.safetensors")
-    extra = {f"model.language_model.layers.{layers}.{name}": torch.ones(3) for name in ("enorm.weight", "hc_attn_fn")}
+    extra = {f"model.language_model.layers.{layers}.{name}.weight": torch.ones(3) for name in ("eh_proj", "enorm")}
     safetensors.torch.save_file(stored | extra, tmp_path / "model.safetensors")
     prompt = prompt_of(70)
     with Driver(source, 1) as a, Driver(tmp_path, 1) as b:
         np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
     assert "does not use" not in caplog.text
     assert open_model(str(tmp_path)).no_images_reason == "its vision tower is not served"
+
+
+def test_gpus_refuse_glm_by_name(monkeypatch):
+    """Whatever else they lack."""
+    monkeypatch.setattr(Gpu, "missing_ops", {})
+    missing = Gpu.missing(Gpu, open_model(str(checkpoint("glm5-next"))).graph)
+    assert missing == "attention to pools of positions that an indexer selects"
 
 
 @pytest.mark.parametrize("cache, tolerance", [("int8", 0.1), ("bfloat16", 0.1)])

@@ -62,6 +62,22 @@ def test_bits_do_not_depend_on_chunks(heads, rope, pool, selected, cache, thread
         assert error <= EXACT * np.sqrt(np.mean(expected ** 2))
 
 
+def test_rows_may_lie_beside_the_latents():
+    """As in draft heads: with the same bits."""
+    prompt, found = np.random.default_rng(6).integers(0, VOCAB, 210).tolist(), []
+    for groups, rows in ((POOL_GROUPS, (1, 0)), (POOL_GROUPS[:1], (0, 2))):
+        own = Toy(5, groups=groups)
+        own.finish(pooled(own, 5, 12, 0, 4, 20, rows))
+        executor, new = compiled(own, 2, num_spans=64, long=True), [start(0, prompt)]
+        for begin in range(0, 210, 35):
+            fresh = pool_spans(0, begin, begin + 35, 16)
+            if len(groups) < 2:
+                del fresh["other_spans"]
+            result, new = executor.step(plan([item(0, 35, SAMPLE if begin == 175 else 0, **fresh)], new), True), []
+        found.append(result.logits.tobytes())
+    assert found[0] == found[1]
+
+
 def test_rejected_drafts_leave_no_pools():
     """Drafts complete pools; other tokens than these come, and have the bits that they have without drafts."""
     prompt = np.random.default_rng(4).integers(0, VOCAB, 41).tolist()
@@ -90,6 +106,9 @@ def test_programs_that_are_refused(rate):
     x = own.embedding(VOCAB, 24)
     place = {"rate": 4, "layer": 1, "cache_group": 0}
     own.op("compress", (x,), None, (own.vector(48),), eps=0, rows_layer=0, rows_group=1, **place)
+    with pytest.raises(ValueError, match="its rows and its entries have one place"):
+        own.op("compress", (x,), None, (own.vector(48),), eps=0, rate=4, rows_layer=3, rows_group=0, layer=3,
+               cache_group=0)
     asked, weights = (own.op("linear", (x,), width, (own.matrix(width, 24),)) for width in (24, 2))
     with pytest.raises(ValueError, match="12 columns, expected positions of entries of `rate` each, and rate - 1 more"):
         own.op("indexer", (asked, weights), 12, positions=True, **place)

@@ -26,6 +26,7 @@ from support.checkpoints import (
     reference_model,
     write_checkpoint,
 )
+from support.driver import spans_of_groups
 from support.tiny_configs import CONFIGS, EXPERTS, LATENT, RECURRENT, Spec
 
 DRAFTS = 3  # that check_drafts() asks for
@@ -55,6 +56,14 @@ def next_n(number: int) -> Names:
                  f"{prefix}shared_head.norm.weight", f"{prefix}shared_head.head.weight", False, False)
 
 
+def glm5_next(number: int) -> Names:
+    """GLM-5.3-Flash's: its text is a part, and the next layer takes the hidden state after the norm."""
+    prefix = f"model.language_model.layers.{number}."
+    return replace(next_n(number), layer=prefix, normed=True, output="", **{
+        name: prefix + getattr(next_n(number), name).removeprefix(f"model.layers.{number}.")
+        for name in ("embedding_norm", "hidden_norm", "projection", "norm")})
+
+
 def mtp(index: int) -> Names:
     """Qwen's. index: of the layer in the head."""
     return Names(f"mtp.layers.{index}.", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight",
@@ -72,12 +81,19 @@ def names_of(spec: Spec, index: int) -> Names:
     """The names of the layer with that index in the head."""
     if spec.architecture == "MiMoForCausalLM":
         return mimo(index)
-    return mtp(index) if spec.family.startswith("qwen") else next_n(spec.fields["num_hidden_layers"] + index)
+    if spec.family.startswith("qwen"):
+        return mtp(index)
+    return (glm5_next if spec.family == "glm5_next" else next_n)(spec.fields["num_hidden_layers"] + index)
 
 
 SPECS = {name: (CONFIGS | EXPERTS | LATENT | RECURRENT)[name] for name in (
     "glm4-moe", "glm4-moe-plain", "deepseek-v3", "deepseek-v32", "glm4-moe-lite-plain", "qwen3-next", "qwen3-5",
-    "qwen3-5-moe", "mimo")}
+    "qwen3-5-moe", "mimo", "glm5-next")}
+
+
+def root_of(tensors: dict[str, torch.Tensor]) -> str:
+    """How the names of the text's tensors begin."""
+    return next(n.removesuffix("embed_tokens.weight") for n in tensors if n.endswith("embed_tokens.weight"))
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
@@ -99,6 +115,8 @@ def one_layer(spec: Spec) -> Spec:
         fields["layer_types"] = ["full_attention"]
     if "mlp_layer_types" in fields or spec.family == "glm4_moe_lite":
         fields["mlp_layer_types"] = ["sparse"]
+    if spec.family == "glm5_next":  # one stream is a residual stream, see write()
+        fields |= {"layer_types": ["indexed_attention"], "hc_mult": 1, "hc_eps": 1e-12}
     return replace(spec, fields=fields)
 
 
@@ -130,7 +148,7 @@ class Checkpoint:
             else:  # one more, from the last layer's own state
                 rows = torch.cat([rows, self._merged(names, states[-1:], known[-1:])])
             head, before = reference_model(self.heads[layer], torch.float64), []
-            hook = head.model.layers[0].register_forward_hook(
+            hook = getattr(head.model, "language_model", head.model).layers[0].register_forward_hook(
                 lambda _m, _i, out, to=before: to.append(out[0] if isinstance(out, tuple) else out))
             normed = head.model(inputs_embeds=rows[None]).last_hidden_state[0]
             hook.remove()
@@ -142,12 +160,13 @@ class Checkpoint:
         return drafts, gap
 
     def _merged(self, names: Names, states: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-        eps = json.loads((self.path / "config.json").read_text())["rms_norm_eps"]
+        config = json.loads((self.path / "config.json").read_text())
+        eps = config.get("text_config", config)["rms_norm_eps"]
 
         def normed(x: torch.Tensor, name: str) -> torch.Tensor:
             return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * (self.tensors[name] + names.one_plus)
 
-        embeddings = self.tensors["model.embed_tokens.weight"][tokens]
+        embeddings = self.tensors[f"{root_of(self.tensors)}embed_tokens.weight"][tokens]
         both = [normed(embeddings, names.embedding_norm), normed(states, names.hidden_norm)]
         return torch.cat(both[::-1] if names.hidden_first else both, -1) @ self.tensors[names.projection].T
 
@@ -159,8 +178,9 @@ def write(folder: Path, name: str, change: Any = None, layers: int = 1, **fields
     spec = replace(SPECS[name], fields={**SPECS[name].fields, **fields})
     source = write_checkpoint(folder / "model", spec)
     tensors, heads, names = tensors_of(source), [], []
-    size = tensors["model.embed_tokens.weight"].shape[1]
-    output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    root = root_of(tensors)
+    embedding = tensors[f"{root}embed_tokens.weight"]
+    size, output = embedding.shape[1], tensors.get("lm_head.weight", embedding)
     for index in range(layers):
         own = names_of(spec, index)
         path = write_checkpoint(folder / f"head{index}", one_layer(spec), seed=1 + 2 * index)
@@ -168,10 +188,15 @@ def write(folder: Path, name: str, change: Any = None, layers: int = 1, **fields
         new = {norm: (not own.one_plus) + 0.2 * torch.randn(size, generator=generator)
                for norm in (own.embedding_norm, own.hidden_norm)}
         new |= {own.projection: torch.randn(size, 2 * size, generator=generator) * size ** -0.5,
-                own.norm: head["model.norm.weight"]}
+                own.norm: head[f"{root}norm.weight"]}
         tensors = new | tensors  # what layers share is the first one's
-        tensors |= {own.layer + n.removeprefix("model.layers.0."): t for n, t in head.items() if ".layers.0." in n}
-        head["model.norm.weight"] = tensors[own.norm]
+        for n in [n for n in head if ".layers.0.hc_" in n]:  # weights of 1 for the only stream
+            head[n] = torch.zeros_like(head[n])
+            if n.endswith("_base"):
+                head[n][0] = 40
+        tensors |= {own.layer + n.removeprefix(f"{root}layers.0."): t for n, t in head.items()
+                    if ".layers.0." in n and ".layers.0.hc_" not in n}
+        head[f"{root}norm.weight"] = tensors[own.norm]
         if own.output:
             tensors[own.output] = head["lm_head.weight"]
         else:
@@ -196,19 +221,19 @@ class Sequence:
         self._spans = 0
         for begin in range(0, len(tokens) - 1, chunk):
             count = min(chunk, len(tokens) - 1 - begin)
-            driver.step(StepPlan(new=self._new, work=[WorkItem(0, count, 0, spans=self._more_spans(begin + count))]))
+            driver.step(StepPlan(new=self._new, work=[WorkItem(0, count, 0, **self._more_spans(begin + count))]))
             self._new = []
 
-    def _more_spans(self, length: int) -> list[int]:
+    def _more_spans(self, length: int) -> dict[str, list]:
         have, self._spans = self._spans, max(self._spans, -(-length // self.driver.info.span_size))
-        return list(range(have, self._spans))
+        fresh = list(range(have, self._spans))
+        return {"spans": fresh, "other_spans": spans_of_groups(self.driver.info, fresh)}
 
     def step(self, drafts: int = 0, given: tuple[int, ...] = ()) -> np.ndarray:
         """Computes the last token and drafts, of the head or those that are given. Returns the logits of all rows."""
         flags = Flag.SAMPLE | (Flag.GIVEN if given else Flag.MODEL if drafts else 0)
         count = len(given) or drafts
-        item = WorkItem(0, 1, int(flags), spans=self._more_spans(len(self.tokens) + count), drafts=count,
-                        known=list(given))
+        item = WorkItem(0, 1, int(flags), drafts=count, known=list(given), **self._more_spans(len(self.tokens) + count))
         plan, self._new = StepPlan(new=self._new, work=[item]).encode(), []
         results = self.driver._each(lambda runner: runner.step(plan, True))
         self.tokens += results[0].tokens.tolist()
@@ -216,7 +241,7 @@ class Sequence:
 
     def end(self) -> None:
         """Frees the slot."""
-        self.driver.step(StepPlan(free=[0]))
+        self.driver.step(StepPlan(free=[0], groups=len(self.driver.info.cache_windows)))
 
 
 def check_rows(made: Any, tokens: list[int], logits: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> None:

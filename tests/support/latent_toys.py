@@ -35,14 +35,18 @@ def selective(own: Toy, heads: int, latent: int, rope: int, selected: int) -> in
 POOL_GROUPS = (("latent", 0), ("sliding", 7))
 
 
-def pooled(own: Toy, heads: int, latent: int, rope: int, pool: int, selected: int) -> int:
-    """Latent attention to pools of positions, of which an indexer selects so many."""
+def pooled(own: Toy, heads: int, latent: int, rope: int, pool: int, selected: int,
+           rows: tuple[int, int] = (1, 0)) -> int:
+    """Latent attention to pools of positions, of which an indexer selects so many. rows: group and layer of the cache
+    where what their keys are made of lies.
+    """
     x = own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)))
     absorbed, rotated, kept, both, asked, weights = (
         own.op("linear", (x,), width, (own.matrix(width, 31),))
         for width in (heads * latent, heads * rope + 3, latent + rope, 2 * 12, 13 * 12, 13))
     place = {"rate": pool, "layer": 1, "cache_group": 0}
-    own.op("compress", (both,), None, (own.vector(pool * 12),), eps=0, rows_layer=0, rows_group=1, **place)
+    own.op("compress", (both,), None, (own.vector(pool * 12),), eps=0, rows_layer=rows[1],
+           rows_group=rows[0], **place)
     seen = own.op("indexer", (asked, weights), selected * pool + pool - 1, positions=True, **place)
     return own.op("latent_attention", (absorbed, rotated, kept, seen), heads * latent, layer=0, latent_dim=latent,
                   rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope)), rate=pool)
