@@ -405,7 +405,8 @@ class BuildExt(build_ext):
             if not is_current(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 unfinished, rule = target.with_suffix(".unfinished.o"), target.with_suffix(".d")
-                self.spawn([compiler, *flags, *includes, "-MMD", "-MF", str(rule), "-c", str(source), "-o", str(unfinished)])
+                depends = ["-MMD", "-MF", str(rule)]
+                self.spawn([compiler, *flags, *includes, *depends, "-c", str(source), "-o", str(unfinished)])
                 inputs_of(target).unlink(missing_ok=True)
                 unfinished.replace(target)
                 inputs_of(target).write_text("".join(f"{content_digest(path)} {path}\n" for path in inputs_in(rule)))

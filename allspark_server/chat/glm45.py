@@ -70,9 +70,9 @@ class GlmFormat(TaggedFormat):
 
 
 class Glm47Format(GlmFormat):
-    """GLM-4.7 and 5: nothing stands between the marks."""
+    """GLM-4.7, 5 and 5.3-Flash: nothing stands between the marks."""
 
     name = "glm47"
     template_signs = ("</arg_key><arg_value>",)
-    architectures = ("glm_moe_dsa", "glmmoedsa", "glm4_moe_lite", "glm4moelite")
+    architectures = ("glm_moe_dsa", "glmmoedsa", "glm4_moe_lite", "glm4moelite", "glm5_next", "glm5next")
     gap = ""

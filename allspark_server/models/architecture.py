@@ -57,7 +57,8 @@ class Architecture:
     tower: Callable[[Fields], ModelConfig] | None = None          # reads the vision tower of models that see
     no_images_reason: str = ""            # of models that see, of which only the text is served: why images are refused
     draft_head: DraftHead | None = None   # the draft head that checkpoints may bring
-    unused: tuple[str, ...] = ()          # how the names of tensors begin that its checkpoints have and it does not use
+    unused: tuple[str, ...] = ()          # how the names of tensors begin that its checkpoints have and it does not
+                                          # use; {number} stands for the number of its layers
     stored_as: str = ""                   # the view of the checkpoint's tensors that the graph uses (VIEWS in
                                           # weights/views.py); "": the tensors as they are
 

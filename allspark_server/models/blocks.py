@@ -229,23 +229,28 @@ def _selected(graph: Graph, x: Tensor, source: Tensor, prefix: str, latent: Late
     key = graph.op("layer_norm", project(x, "wk", dim, hidden, "index_key"), out="index_key_normed", eps=1e-6,
                    weights=(vector("k_norm.weight"), vector("k_norm.bias")))
     pairs: dict[str, Any] = {"pairs": "interleaved"} if indexer.interleaved else {}
-    for rows in (queries, key):
+    for rows in (queries, key) if latent.rotated else ():
         graph.rope(rows, head_dim=dim, rotary_dim=latent.rope_dim, block=0, blocks=1, **pairs)
     weights = project(x, "weights_proj", heads, hidden, "index_weights")
-    return graph.indexer(queries, weights, key, indexer.selected)  # a factor of the scores would change no selection
+    # A factor of the scores would change no selection.
+    if not indexer.pool:
+        return graph.indexer(queries, weights, key, indexer.selected)
+    gates = graph.linear(x, graph.matrix(f"{prefix}.index_kpool_compress_gate", dim, hidden), None, out="index_gates")
+    return graph.pooled_indexer(queries, weights, graph.concat(key, gates, out="index_rows"),
+                                f"{prefix}.index_kpool_compress_ape", indexer.pool, indexer.selected)
 
 
 def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: LatentConfig) -> Tensor:
     """Latent attention with its output projection, in the absorbed form: queries are multiplied by the keys'
     projection of the latent, and weighted sums of latents by that of the values (docs/decisions/latent.md).
     """
-    config, heads, eps = graph.config, graph.config.num_heads, 1e-6  # eps: of the latents' norms in every family
+    config, heads, eps = graph.config, graph.config.num_heads, latent.eps
     pairs: dict[str, Any] = {"pairs": "interleaved"} if latent.interleaved else {}
 
     def down(name: str, sizes: tuple[int, ...], out: str) -> Tensor:
         tensor = f"{prefix}.{name}.weight"
-        parts = tuple(Part(tensor, n, None, sum(sizes[:i]), sum(sizes)) for i, n in enumerate(sizes))
-        return linear_of_parts(graph, x, f"{prefix}.{name}", parts, tuple(Block(n) for n in sizes), out,
+        parts = tuple(Part(tensor, n, None, sum(sizes[:i]), sum(sizes)) for i, n in enumerate(sizes) if n)
+        return linear_of_parts(graph, x, f"{prefix}.{name}", parts, tuple(Block(n) for n in sizes if n), out,
                                config.attention_bias)
 
     def normed(name: str, width: int) -> Weight:
@@ -257,9 +262,9 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
                           weights=(normed("q_a_layernorm", latent.query_dim),), eps=eps)
         name = "q_b_proj"
     sizes = (latent.nope_dim, latent.rope_dim)
-    rotated, plain = (of_each_head(f"{prefix}.{name}.weight", heads, sizes, i) for i in (1, 0))
-    queries = linear_of_parts(graph, source, f"{prefix}.{name}", rotated + plain,
-                              tuple(Block(heads * n, Split(heads, n)) for n in reversed(sizes)), "queries")
+    parts = [of_each_head(f"{prefix}.{name}.weight", heads, sizes, i) for i in (1, 0) if sizes[i]]  # rotated ones first
+    queries = linear_of_parts(graph, source, f"{prefix}.{name}", sum(parts, ()),
+                              tuple(Block(heads * n, Split(heads, n)) for n in reversed(sizes) if n), "queries")
     selected = None
     if (indexer := latent.indexer) is not None:
         selected = graph.tensors["seen"] if layer in indexer.shared else _selected(
@@ -273,12 +278,40 @@ def latent_attention(graph: Graph, x: Tensor, prefix: str, layer: int, latent: L
     if config.rope.mscale_all_dim:
         scale *= yarn_mscale(config.rope, config.rope.mscale_all_dim) ** 2
     absorbed = graph.head_linear(queries, f"{prefix}.kv_b_proj.keys", heads, latent.latent_dim, latent.nope_dim,
-                                 "absorbed", block=1)
-    recalled = graph.latent_attention(absorbed, queries, kept, layer, scale, selected)
+                                 "absorbed", block=len(parts) - 1)
+    more: dict[str, Any] = {"rate": latent.indexer.pool} if latent.indexer and latent.indexer.pool else {}
+    recalled = graph.latent_attention(absorbed, queries, kept, layer, scale, selected, **more)
     attended = graph.head_linear(recalled, f"{prefix}.kv_b_proj.values", heads, latent.value_dim, latent.latent_dim,
                                  "attended")
     return graph.row_parallel_linear(attended, f"{prefix}.o_proj", Split(heads, latent.value_dim),
                                      config.attention_bias, "branch")
+
+
+def residual_streams(graph: Graph, x: Tensor) -> Tensor:
+    """The residual streams before the first layer: as many copies of the embedding (mHC, arXiv 2512.24880)."""
+    streams = graph.config.streams
+    assert streams is not None
+    found = x
+    while (have := len(found.blocks)) < streams.count:
+        more = min(2, streams.count - have)
+        found = graph.concat(found, *[x] * more, out="streams" if have + more == streams.count else f"streams_{have}")
+    return found
+
+
+def merged_streams(graph: Graph, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The weights of the streams before a part of a layer, or behind the last one, and the streams' weighted sum."""
+    config, streams = graph.config, graph.config.streams
+    assert streams is not None
+    behind, count = name == "hc_head", streams.count
+    outputs, width = count if behind else (2 + count) * count, count * config.hidden_size
+    ones = graph.weight(Weight(f"ones.{width}", values=(1.0,) * width))
+    normed = graph.op("rms_norm", x, weights=(ones,), out="streams_normed", eps=config.rms_norm_eps)
+    weights = graph.linear(normed, graph.matrix(f"{name}_fn", outputs, width), None,
+                           out="head_weights" if behind else "stream_weights")
+    graph.op("stream_weights", weights, weights=(graph.vector(f"{name}_scale", 1 if behind else 3),
+                                                 graph.vector(f"{name}_base", outputs)),
+             streams=count, iterations=streams.iterations, eps=streams.eps)
+    return weights, graph.op("merge_streams", x, weights, out="merged", blocks=(Block(config.hidden_size),))
 
 
 def dense(graph: Graph, x: Tensor, prefix: str, outputs: int, out: str, *, bias: bool = True,

@@ -38,9 +38,12 @@ def deepseek(config: ModelConfig) -> Graph:
 
 
 def latent_heads(fields: Fields) -> Fields:
-    """The size of a head is that of its rotated part; every head reads the one row that the cache keeps."""
+    """The size of a head is that of its rotated part, or any if there is none; every head reads the one row that the
+    cache keeps.
+    """
+    plain = fields.values.get("qk_rope_head_dim") == 0
     values = {"num_key_value_heads": fields.need_positive("num_attention_heads"),
-              "head_dim": fields.need_positive("qk_rope_head_dim", most=MAX_HEAD_DIM)}
+              "head_dim": 2 if plain else fields.need_positive("qk_rope_head_dim", most=MAX_HEAD_DIM)}
     kinds = fields.get("mlp_layer_types", list, [])
     if kinds:
         dense = [kind == "dense" for kind in kinds]
@@ -52,14 +55,23 @@ def latent_heads(fields: Fields) -> Fields:
 
 def latent_sizes(fields: Fields, rotated: bool = True) -> dict[str, Any]:
     """The sizes of latent attention. rotated: see LatentConfig."""
-    latent, nope, rope, value = (fields.need_positive(name, most=MAX_SIZE) for name in (
-        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    latent, nope, value = (fields.need_positive(name, most=MAX_SIZE) for name in (
+        "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"))
+    plain = not rotated and fields.values.get("qk_rope_head_dim") == 0
+    rope = 0 if plain else fields.need_positive("qk_rope_head_dim", most=MAX_SIZE)
     query = fields.need_positive("q_lora_rank", most=MAX_SIZE) if fields.get("q_lora_rank", int) is not None else 0
     return {"latent": LatentConfig(latent, nope, rope, value, query, fields.get("rope_interleave", bool, True),
                                    rotated=rotated)}
 
 
-def _shared_selections(fields: Fields) -> tuple[int, ...]:
+def index_sizes(fields: Fields) -> tuple[int, int, int]:
+    """An indexer's heads, their features, and how many positions it selects."""
+    heads, dim, selected = (fields.need_positive(f"index_{name}", most=most) for name, most in (
+        ("n_heads", MAX_SIZE), ("head_dim", MAX_HEAD_DIM), ("topk", MAX_SIZE)))
+    return heads, dim, selected
+
+
+def shared_selections(fields: Fields) -> tuple[int, ...]:
     """The layers without an indexer, which use the selection of the layer before them (GLM-5.2)."""
     layers = fields.need_positive("num_hidden_layers")
     kinds, pattern = fields.get("indexer_types", list, []), fields.values.get("index_topk_pattern")
@@ -79,12 +91,11 @@ def _sparse(interleaved: bool) -> Callable[[Fields], dict[str, Any]]:
         latent: LatentConfig = latent_sizes(fields)["latent"]
         if not latent.query_dim:
             raise fields.error("q_lora_rank", "is missing: an indexer needs the queries' latent")
-        heads, dim, selected = (fields.need_positive(f"index_{name}", most=most) for name, most in (
-            ("n_heads", MAX_SIZE), ("head_dim", MAX_HEAD_DIM), ("topk", MAX_SIZE)))
+        heads, dim, selected = index_sizes(fields)
         if dim < latent.rope_dim:
             raise fields.error("index_head_dim", f"is {dim}: it must be at least qk_rope_head_dim ({latent.rope_dim})")
         indexer = IndexerConfig(heads, dim, selected, fields.get("indexer_rope_interleave", bool, interleaved),
-                                _shared_selections(fields))
+                                shared_selections(fields))
         return {"latent": replace(latent, indexer=indexer)}
 
     return read

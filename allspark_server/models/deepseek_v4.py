@@ -7,7 +7,16 @@ from __future__ import annotations
 from typing import Any
 
 from allspark_server.models.architecture import Architecture, reject_other_values, translated
-from allspark_server.models.blocks import LOCAL, begin, finish, linear_of_parts, routed_experts, shared_expert
+from allspark_server.models.blocks import (
+    LOCAL,
+    begin,
+    finish,
+    linear_of_parts,
+    merged_streams,
+    residual_streams,
+    routed_experts,
+    shared_expert,
+)
 from allspark_server.models.cache_groups import place_rows
 from allspark_server.models.expert_fields import routed
 from allspark_server.models.fields import MAX_HEAD_DIM, MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields
@@ -33,43 +42,16 @@ def deepseek_v4(config: ModelConfig) -> Graph:
     """Builds the network."""
     graph, x = begin(config, "embed.weight")
     places = _places(graph)
-    x = _streams(graph, x)
+    x = residual_streams(graph, x)
     for layer in range(config.num_layers):
         prefix = f"layers.{layer}"
         for part, norm in (("attn", "attn_norm"), ("ffn", "ffn_norm")):
-            weights, h = _merged(graph, x, f"{prefix}.hc_{part}")
+            weights, h = merged_streams(graph, x, f"{prefix}.hc_{part}")
             h = graph.rms_norm(h, f"{prefix}.{norm}.weight")
             y = (_attention(graph, h, f"{prefix}.attn", layer, places) if part == "attn" else
                  _experts(graph, h, f"{prefix}.ffn", layer))
             graph.op("mix_streams", x, y, weights)
-    return finish(graph, _merged(graph, x, "hc_head")[1], "norm.weight", "head.weight", embedding="embed.weight")
-
-
-def _streams(graph: Graph, x: Tensor) -> Tensor:
-    """As many copies of the embedding."""
-    streams = graph.config.streams
-    assert streams is not None
-    found = x
-    while (have := len(found.blocks)) < streams.count:
-        more = min(2, streams.count - have)
-        found = graph.concat(found, *[x] * more, out="streams" if have + more == streams.count else f"streams_{have}")
-    return found
-
-
-def _merged(graph: Graph, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The weights of the streams before a part of a layer, or behind the last one, and the streams' weighted sum."""
-    config, streams = graph.config, graph.config.streams
-    assert streams is not None
-    behind, count = name == "hc_head", streams.count
-    outputs, width = count if behind else (2 + count) * count, count * config.hidden_size
-    ones = graph.weight(Weight(f"ones.{width}", values=(1.0,) * width))
-    normed = graph.op("rms_norm", x, weights=(ones,), out="streams_normed", eps=config.rms_norm_eps)
-    weights = graph.linear(normed, graph.matrix(f"{name}_fn", outputs, width), None,
-                           out="head_weights" if behind else "stream_weights")
-    graph.op("stream_weights", weights, weights=(graph.vector(f"{name}_scale", 1 if behind else 3),
-                                                 graph.vector(f"{name}_base", outputs)),
-             streams=count, iterations=streams.iterations, eps=streams.eps)
-    return weights, graph.op("merge_streams", x, weights, out="merged", blocks=(Block(config.hidden_size),))
+    return finish(graph, merged_streams(graph, x, "hc_head")[1], "norm.weight", "head.weight", embedding="embed.weight")
 
 
 def _places(graph: Graph) -> Places:
@@ -120,8 +102,8 @@ def _attention(graph: Graph, x: Tensor, prefix: str, layer: int, places: Places)
             Part(f"{name}.{part}.weight", width) for part in ("wkv", "wgate")), (Block(width), Block(width)),
                                f"{kind}_{width}")
         more = {"overlapping": 1} if layer in compressed.overlapping else {}
-        graph.compress(both, name, rate, places[layer, f"{kind} rows"], places[layer, kind],
-                       rotary_dim=compressed.rope_dim, **more)
+        graph.compress(both, f"{name}.ape", rate, places[layer, f"{kind} rows"], places[layer, kind],
+                       f"{name}.norm.weight", rotary_dim=compressed.rope_dim, **more)
 
     seen, more = [queries, kept], dict[str, Any]()
     if rate:

@@ -495,16 +495,17 @@ class Graph:
                        block=block)
 
     def latent_attention(self, absorbed: Tensor, queries: Tensor, kept: Tensor, layer: int, scale: float,
-                         selected: Tensor | None = None, out: str = "recalled") -> Tensor:
-        """Stores the rows `kept`, [latent | rotated key], in the cache and attends causally over the sequence's.
+                         selected: Tensor | None = None, out: str = "recalled", **more: Any) -> Tensor:
+        """Stores the rows `kept`, [latent | rotated key], in the cache and attends causally over the sequence's. There
+        may be no rotated key.
 
         absorbed: queries times the keys' projection. queries: their rotated parts, in the first columns. selected: the
         positions that an indexer selects; None for all.
         """
-        latent, rope = kept.blocks
+        latent, *rope = kept.blocks
         inputs = (absorbed, queries, kept) if selected is None else (absorbed, queries, kept, selected)
         return self.op("latent_attention", *inputs, out=out, layer=self._places[layer][1], latent_dim=latent.width,
-                       rope_dim=rope.width, scale=scale)
+                       rope_dim=sum(block.width for block in rope), scale=scale, **more)
 
     def indexer(self, queries: Tensor, weights: Tensor, key: Tensor, selected: int, out: str = "seen") -> Tensor:
         """Stores the keys in the cache, after those of all layers, and returns the `selected` positions with the best
@@ -514,15 +515,28 @@ class Graph:
         return self.op("indexer", queries, weights, key, out=out, blocks=(Block(selected),),
                        layer=len(self._places) + before)
 
+    def pooled_indexer(self, queries: Tensor, weights: Tensor, both: Tensor, bias: str, rate: int, selected: int,
+                       out: str = "seen") -> Tensor:
+        """Compresses the keys of each `rate` positions, of [keys | gates], and returns the positions of those with the
+        best scores, `selected` positions in all, and the last ones, which are not compressed yet. The compressed keys
+        lie in the cache after the layers' rows. bias: the name of the gates' bias.
+        """
+        before = sum(op.type == "compress" for op in self.ops)
+        place = 0, len(self._places) + before
+        self.compress(both, bias, rate, (self.cache_group("sliding", rate), before), place)
+        return self.op("indexer", queries, weights, out=out, blocks=(Block(selected + rate - 1),), layer=place[1],
+                       rate=rate, positions=1)
+
     # -- compressed positions ------------------------------------------------------------------------------------------
-    def compress(self, x: Tensor, prefix: str, rate: int, rows: tuple[int, int], entries: tuple[int, int],
-                 **more: Any) -> None:
-        """Keeps entries of `rate` positions each, of [values | gates], see the table of ops. The checkpoint has
-        `prefix`.ape and `prefix`.norm.weight. rows, entries: group and layer of the cache where rows and entries lie.
+    def compress(self, x: Tensor, bias: str, rate: int, rows: tuple[int, int], entries: tuple[int, int],
+                 norm: str = "", **more: Any) -> None:
+        """Keeps entries of `rate` positions each, of [values | gates], see the table of ops. bias, norm: names of the
+        gates' bias and of the norm's weight, "" if there is no norm. rows, entries: group and layer of the cache where
+        rows and entries lie.
         """
         width = x.blocks[0].width
-        weights = (self.vector(f"{prefix}.ape", rate * width),
-                   self.vector(f"{prefix}.norm.weight", width // 2 if more.get("overlapping") else width))
+        dim = width // 2 if more.get("overlapping") else width
+        weights = (self.vector(bias, rate * width), *((self.vector(norm, dim),) if norm else ()))
         self._op("compress", (x,), (), weights, rate=rate, eps=self.config.rms_norm_eps, rows_group=rows[0],
                  rows_layer=rows[1], cache_group=entries[0], layer=entries[1], **more)
 
@@ -547,15 +561,17 @@ class Graph:
         return self.op("causal_conv", x, weights=weights, out=out, taps=taps, activated=int(activated))
 
     def gated_delta(self, x: Tensor, gates: Tensor, prefix: str, key_dim: int, value_dim: int,
-                    out: str = "recalled") -> Tensor:
+                    out: str = "recalled", lower_bound: float = 0.0) -> Tensor:
         """The gated delta rule for [queries | keys | values] and [a | b], see the table of ops. The checkpoint has
         `prefix`.A_log and `prefix`.dt_bias. There is a decay for each value head or, if `a` is so wide, for each
-        channel of its key.
+        channel of its key. lower_bound: 0 if decays have none.
         """
         decays, heads = gates.blocks
         weights = tuple(self.vector(f"{prefix}.{name}", block.width, block.split)
                         for name, block in (("A_log", heads), ("dt_bias", decays)))
         more: dict[str, Any] = {"channels": 1} if decays.width != heads.width else {}
+        if lower_bound:
+            more["lower_bound"] = lower_bound
         return self.op("gated_delta", x, gates, weights=weights, out=out, blocks=x.blocks[2:], key_dim=key_dim,
                        value_dim=value_dim, **more)
 

@@ -25,7 +25,8 @@ _DELTA = {"num_heads": ("linear_num_heads", 1 << 16), "head_dim": ("linear_head_
           "short_conv_kernel_size": ("linear_conv_kernel_dim", 64)}  # transformers' name, and the largest value
 
 
-def _delta(graph: Graph, x: Tensor, prefix: str, delta: DeltaConfig) -> Tensor:
+def kimi_delta(graph: Graph, x: Tensor, prefix: str, delta: DeltaConfig) -> Tensor:
+    """The gated delta rule with a decay for each channel, its convolution, gates and output projection (KDA)."""
     hidden, dim, heads = graph.config.hidden_size, delta.key_dim, Split(delta.key_heads)
     split = Split(delta.key_heads, dim)
 
@@ -40,7 +41,7 @@ def _delta(graph: Graph, x: Tensor, prefix: str, delta: DeltaConfig) -> Tensor:
     rates = graph.linear(x, graph.matrix(f"{prefix}.b_proj.weight", delta.key_heads, hidden, row_split=heads), None,
                          "rates")
     gates = graph.concat(low_rank("f", "decays"), rates, out="state_gates")
-    y = graph.gated_delta(mixed, gates, prefix, dim, dim, out="remembered")
+    y = graph.gated_delta(mixed, gates, prefix, dim, dim, "remembered", delta.lower_bound)
     y = graph.gated_rms_norm(y, low_rank("g", "output_gate"), f"{prefix}.o_norm.weight", dim, gate="sigmoid")
     return graph.row_parallel_linear(y, f"{prefix}.o_proj", split, False, out="branch")
 
@@ -52,7 +53,7 @@ def kimi_linear(config: ModelConfig) -> Graph:
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
-        y = (_delta(graph, h, f"{prefix}.self_attn", config.delta) if layer in config.delta.layers else
+        y = (kimi_delta(graph, h, f"{prefix}.self_attn", config.delta) if layer in config.delta.layers else
              latent_attention(graph, h, f"{prefix}.self_attn", layer, config.latent))
         h = graph.rms_norm(graph.add(x, y), f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, mlp_or_experts(graph, h, f"{prefix}.mlp", layer, correction="gate.e_score_correction_bias"))
@@ -65,13 +66,21 @@ def _fields(fields: Fields) -> Fields:
     return latent_heads(Fields({_FIELDS.get(n, n): value for n, value in fields.values.items()}, fields.path))
 
 
-def _more(fields: Fields) -> dict[str, Any]:
-    """The layers of each kind: layer_types, or linear_attn_config, which counts them from 1."""
-    count, own = fields.need_positive("num_hidden_layers", most=MAX_LAYERS), fields.inner("linear_attn_config", {})
-    if unknown := sorted(set(own.values) - {*_DELTA, "kda_layers", "full_attn_layers"}):
+def delta_sizes(fields: Fields, own: Fields, *known: str) -> tuple[int, int, int]:
+    """Heads, their features and the convolution's rows: transformers' fields, or those of linear_attn_config (`own`),
+    which may also have the fields `known`.
+    """
+    if unknown := sorted(set(own.values) - {*_DELTA, "kda_layers", "full_attn_layers", *known}):
         raise own.error(unknown[0], "is not known, so it is not served")
     heads, dim, taps = (own.need_positive(name, most=most) if name in own.values else
                         fields.need_positive(other, most=most) for name, (other, most) in _DELTA.items())
+    return heads, dim, taps
+
+
+def _more(fields: Fields) -> dict[str, Any]:
+    """The layers of each kind: layer_types, or linear_attn_config, which counts them from 1."""
+    count, own = fields.need_positive("num_hidden_layers", most=MAX_LAYERS), fields.inner("linear_attn_config", {})
+    heads, dim, taps = delta_sizes(fields, own)
     delta, full = own.get("kda_layers", list, []), own.get("full_attn_layers", list, [])
     types = fields.get("layer_types", list)
     if types is not None:

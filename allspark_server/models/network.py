@@ -96,7 +96,8 @@ class DeltaConfig:
     """Layers with the gated delta rule in place of attention (arXiv 2412.06464), by their numbers.
 
     key_heads, value_heads: each key head serves as many value heads. key_dim, value_dim: features of a head. taps: rows
-    of the convolution before it.
+    of the convolution before it. lower_bound: of the logarithms of decays, 0 if there is none (gated_delta in the table
+    of ops).
     """
 
     layers: tuple[int, ...]
@@ -105,6 +106,7 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     taps: int
+    lower_bound: float = 0.0
 
     @property
     def group(self) -> int:
@@ -128,7 +130,9 @@ class IndexerConfig:
     """The indexer of sparse attention (DeepSeek-V3.2): a row attends to the `selected` positions with the best scores.
 
     heads, dim: heads of its queries and their features, of which the first are rotated; pairs of rotated features are
-    (2 i, 2 i + 1) if interleaved. shared: layers that use the selection of the layer before them.
+    (2 i, 2 i + 1) if interleaved. shared: layers that use the selection of the layer before them. pool: positions are
+    selected by so many at a time, whose keys are compressed to one, with those behind the last of these pools; 0: one
+    by one.
     """
 
     heads: int
@@ -136,6 +140,7 @@ class IndexerConfig:
     selected: int
     interleaved: bool
     shared: tuple[int, ...] = ()
+    pool: int = 0
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,8 @@ class LatentConfig:
     latent_dim: features of the latent. nope_dim, rope_dim, value_dim: features of a head's key without and with rotary
     embedding (all heads share the latter), and of its value. query_dim: features of the queries' latent, 0 if they
     have none. interleaved: pairs of rotated features are (2 i, 2 i + 1). indexer: None if rows see all positions.
-    rotated: there is a rotary embedding; otherwise the features of rope_dim stay as they are.
+    rotated: there is a rotary embedding; otherwise the features of rope_dim, which may be 0, stay as they are. eps: of
+    the latents' norms.
     """
 
     latent_dim: int
@@ -201,6 +207,7 @@ class LatentConfig:
     interleaved: bool = True
     indexer: IndexerConfig | None = None
     rotated: bool = True
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True)

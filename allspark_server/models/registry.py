@@ -21,6 +21,7 @@ from allspark_server.models import (
     gemma4,
     glm,
     glm4_moe,
+    glm5_next,
     gpt_oss,
     granite,
     granite_hybrid,
@@ -52,9 +53,9 @@ from allspark_server.models.graph import Graph
 from allspark_server.models.network import ModelConfig
 
 FAMILIES = (qwen2, mimo, qwen3, llama, qwen2_moe, qwen3_moe, qwen_vl, qwen3_next, lfm2, nemotron_h, mixtral, gpt_oss,
-            phi3, glm, glm4_moe, deepseek, deepseek_v4, kimi_linear, dots1, minimax, gemma, gemma4, olmo2, olmoe,
-            exaone4, exaone_moe, arcee, afmoe, seed_oss, granite, granite_hybrid, bamba, falcon_h1, ernie, ernie_moe,
-            hunyuan, qwen, chatglm, baichuan, pixtral, bert, modernbert, gte)
+            phi3, glm, glm4_moe, deepseek, deepseek_v4, kimi_linear, glm5_next, dots1, minimax, gemma, gemma4, olmo2,
+            olmoe, exaone4, exaone_moe, arcee, afmoe, seed_oss, granite, granite_hybrid, bamba, falcon_h1, ernie,
+            ernie_moe, hunyuan, qwen, chatglm, baichuan, pixtral, bert, modernbert, gte)
 
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture for family in FAMILIES for name, architecture in family.ARCHITECTURES.items()

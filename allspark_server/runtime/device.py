@@ -66,6 +66,7 @@ class Device:
     row_caches: tuple[str, ...] = ("float32", "bfloat16")
     missing_ops: ClassVar[dict[str, str]] = {}
     classifies = True
+    missing_attributes: ClassVar[dict[tuple[str, str], str]] = {}  # of ops, likewise
     host_memory = True
     for_images: ClassVar[dict[str, Any]] = {}
     tower_rate = 2e10
@@ -77,7 +78,9 @@ class Device:
 
     def missing(self, graph: Graph) -> str | None:
         """What a network's layers have that the device lacks, in words for users; None if it lacks nothing."""
-        return next((self.missing_ops[op.type] for op in graph.ops if op.type in self.missing_ops), None)
+        found = next((self.missing_ops[op.type] for op in graph.ops if op.type in self.missing_ops), None)
+        return found or next((words for op in graph.ops for (kind, name), words in self.missing_attributes.items()
+                              if op.type == kind and op.attrs.get(name)), None)
 
     def step_tokens_of(self, graph: Graph) -> int:
         """The default number of rows in a step of a model. Routed experts get few of the usual number each: such a step
@@ -280,6 +283,8 @@ class Gpu(Device):
     classifies = False
     for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
     tower_rate = 2e13
+    missing_attributes: ClassVar[dict[tuple[str, str], str]] = {
+        ("latent_attention", "rate"): "attention to pools of positions that an indexer selects"}
     cache_share = largest_cache_share = 0.95
     host_memory = False
 

@@ -180,7 +180,9 @@ def latent_digests() -> dict[str, str]:
              for weights, group, cache in cases}
     indexed = {f"indexer {cache}": run(latent("float32", 0, cache, selected=40), (3, 63, 130), groups=2)
                for cache in ("float32", "bfloat16")}
-    return found | indexed
+    pools = {f"pools {cache}": run(latent("float32", 0, cache, selected=40, pool=5), (3, 63, 130), groups=3)
+             for cache in CACHES[:3]}
+    return found | indexed | pools
 
 
 @functools.lru_cache(maxsize=1)
@@ -194,8 +196,9 @@ def compressed_digests() -> dict[str, str]:
 def recurrent_digests() -> dict[str, str]:
     """Digests of layers with a state, by weight format."""
     models = {"recurrent": recurrent, "state space": state_space}
-    return {f"{name} {weights}": run(build(weights, group), (3, 63, 130))
-            for name, build in models.items() for weights, group in WEIGHTS[:2]}
+    found = {f"{name} {weights}": run(build(weights, group), (3, 63, 130))
+             for name, build in models.items() for weights, group in WEIGHTS[:2]}
+    return {**found, "bounded decays": run(recurrent("float32", 0, lower_bound=-5.0), (3, 63, 130))}
 
 
 @functools.lru_cache(maxsize=1)
@@ -243,6 +246,7 @@ def gpu_digests(index: int) -> dict[str, str]:
              for weights in UNQUANTIZED}
     found["recurrent"] = run(recurrent("float32", 0, empty, (0,)), (3, 63, 130))
     found["recurrent of channels"] = run(recurrent("float32", 0, empty, (1,)), (3, 63, 130))
+    found["bounded decays"] = run(recurrent("float32", 0, empty, (1,), lower_bound=-5.0), (3, 63, 130))
     found["state space"] = run(state_space("float32", 0, empty), (3, 63, 130))
     found["latent"] = run(latent("float32", 0, "float32", empty), (3, 63, 130), groups=2)
     found["latent mma"] = run(latent("bfloat16", 0, "bfloat16", empty, (64, 512)), (3, 63, 290), groups=2)

@@ -206,25 +206,25 @@ class RankModel:
         """Bytes of one span: keys and values of all layers of the largest cache group, for the heads of this rank, or
         of another one.
         """
-        latent = [op for op in self.graph.ops if op.type == "latent_attention"]
-        if latent:  # one row a token, the same on every rank
-            keys = [self.graph.tensors[op.inputs[2]] for op in self.graph.ops if op.type == "indexer"]
-            return (sum(device.latent_span_bytes(self.config.cache_span_size, op, self.cache_dtype) for op in latent)
-                    + sum(device.index_span_bytes(self.config.cache_span_size, key.width_of(self.rank, self.world),
-                                                  self.cache_dtype) for key in keys))
         rank, layers = self.rank if rank is None else rank, dict[tuple[int, int], int]()  # by cache group and number
         size = self.config.cache_span_size
         for op in self.graph.ops:
             place = int(op.attrs.get("cache_group", 0)), int(op.attrs.get("layer", 0))
-            if op.type == "compressed_attention":  # rows are the same on every rank
+            if op.type == "latent_attention":  # one row a token, the same on every rank
+                layers[place] = device.latent_span_bytes(size, op, self.cache_dtype)
+            elif op.type == "indexer" and not op.attrs.get("rate"):
+                key = self.graph.tensors[op.inputs[2]].width_of(rank, self.world)
+                layers[place] = device.index_span_bytes(size, key, self.cache_dtype)
+            elif op.type == "compressed_attention":  # rows are the same on every rank
                 kept = self.graph.tensors[op.inputs[1]].width_of(rank, self.world)
                 layers[place] = device.row_span_bytes(size, kept, self.cache_dtype)
             elif op.type == "compress":
                 rows, rate = self.graph.tensors[op.inputs[0]].width_of(rank, self.world), int(op.attrs["rate"])
                 own = int(op.attrs["rows_group"]), int(op.attrs["rows_layer"])
                 layers[own] = device.row_span_bytes(size, rows, "float32")
-                entry = self.graph.weights[op.weights[1]].rows_of(rank, self.world)
-                layers[place] = device.row_span_bytes(-(-size // rate), entry, self.cache_dtype)
+                entry = rows // (4 if op.attrs.get("overlapping") else 2)
+                kept_as = self.cache_dtype if self.cache_dtype in UNQUANTIZED_DTYPES else "bfloat16"
+                layers[place] = device.row_span_bytes(-(-size // rate), entry, kept_as)
             blocks = self.graph.tensors[op.inputs[0]].blocks if op.type == "span_attention" else ()
             if len(blocks) > 1:  # not queries that read another layer's keys
                 dim, width = int(op.attrs["head_dim"]), blocks[1].width_of(rank, self.world)
@@ -331,7 +331,7 @@ class RankModel:
         """Warns of tensors that the model does not use, such as biases: the config may be another checkpoint's."""
         used = {part.tensor for weight in self.whole.weights.values() for part in weight.parts} | {"lm_head.weight"}
         net = self.graph.config
-        known = (*ARCHITECTURES[net.architecture].unused,
+        known = (*(name.format(number=net.num_layers) for name in ARCHITECTURES[net.architecture].unused),
                  *(f"model.layers.{layer}.self_attn.{name}_" for layer in net.reading_layers for name in "kv"))
         unused = sorted(n for n in self.opened.source.names()
                         if n not in used and not n.endswith("rotary_emb.inv_freq") and not n.startswith(known))

@@ -103,7 +103,7 @@ void write_latent(const SpanLayout& s, char* span, int token, const float* row) 
     float* scales = reinterpret_cast<float*>(to + s.row_bytes - kLatentScaleBytes);
     const int first = padded_part(s.split), rest = s.head_dim - s.split;
     quantize(row, s.split, first, 255, quants, scales, scales + 1);
-    quantize(row + s.split, rest, padded_part(rest), 255, quants + first, scales + 2, scales + 3);
+    if (rest) quantize(row + s.split, rest, padded_part(rest), 255, quants + first, scales + 2, scales + 3);
     return;
   }
   std::memset(to, 0, s.row_bytes);

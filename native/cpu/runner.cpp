@@ -128,8 +128,7 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
     const bool pairs = core_.k.rules.bf16_pairs;
     LayerCache layer;
     layer.kv_heads = 1;
-    const bool rows = op.is(Op::compress) || op.is(Op::compressed_attention);
-    if (rows && limits.dtype != DType::f32 && limits.dtype != DType::bf16)
+    if (op.is(Op::compressed_attention) && is_quantized(limits.dtype))
       throw std::invalid_argument("a cache of compressed positions must have type float32 or bfloat16");
     if (op.is(Op::latent_attention))
       layer.layout =
@@ -139,8 +138,9 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
     else if (op.is(Op::compressed_attention))
       layer.layout = row_layout(limits.dtype, limits.span_size, program_.in(op, 1).width, pairs);
     else if (op.is(Op::compress))
-      layer.layout = row_layout(limits.dtype, entries_of_span(limits.span_size, op.integer("rate")),
-                                program_.weights()[op.weights[1]].n, pairs);
+      layer.layout = row_layout(limits.dtype == DType::f32 ? DType::f32 : DType::bf16,
+                                entries_of_span(limits.span_size, op.integer("rate")),
+                                program_.in(op).width / (op.flag("overlapping") ? 4 : 2), pairs);
     else if (op.is(Op::span_attention))
       layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs),
       layer.kv_heads = op.integer("kv_heads");

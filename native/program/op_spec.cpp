@@ -208,6 +208,18 @@ void check_span_attention(const Program& p, const OpNode& op) {
   for (int i = 0; i < vectors; i++) vector_is(p, op, i, q_heads);
 }
 
+// Whether an op keeps rows in this layer of a cache group.
+bool keeps_rows(const OpNode& op, long group, long layer) {
+  const auto lies = [&](const char* in_group, const char* in_layer) {
+    return op.integer(in_group) == group && op.integer(in_layer) == layer;
+  };
+  if (op.is(Op::compress) && lies("rows_group", "rows_layer")) return true;
+  const bool indexer = op.is(Op::indexer) && !op.integer("rate");
+  return (indexer || op.is(Op::compress) || op.is(Op::compressed_attention) || op.is(Op::span_attention) ||
+          op.is(Op::latent_attention)) &&
+         lies("cache_group", "layer");
+}
+
 // Of ops that keep something of each position in a latent cache.
 void check_cached_rows(const Program& p, const OpNode& op) {
   const long layer = op.integer("layer"), number = op.integer("cache_group");
@@ -219,15 +231,18 @@ void check_cached_rows(const Program& p, const OpNode& op) {
     throw wrong(op, "cache group " + std::to_string(number) + " is " + name_of(p.cache_groups()[number].kind) +
                         ", expected latent");
   for (const OpNode& other : p.ops())
-    if ((other.is(Op::latent_attention) || other.is(Op::indexer)) && other.integer("cache_group") == number &&
-        other.integer("layer") == layer)
+    if (keeps_rows(other, number, layer))
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
 }
 
-// Whether an op is the indexer that makes a tensor.
-bool selects(const Program& p, int tensor) {
-  return std::any_of(p.ops().begin(), p.ops().end(),
-                     [&](const OpNode& other) { return other.is(Op::indexer) && has(other.outputs, tensor); });
+// Checks that an earlier op is the indexer that makes an input, and whether it outputs positions of entries.
+void check_selection(const Program& p, const OpNode& op, int input, bool positions) {
+  const auto made = [&](const OpNode& other) { return other.is(Op::indexer) && has(other.outputs, op.inputs[input]); };
+  const auto indexer = std::find_if(p.ops().begin(), p.ops().end(), made);
+  const std::string which = input == 3 ? "fourth" : "third";
+  if (indexer == p.ops().end()) throw wrong(op, "its " + which + " input is no indexer's output");
+  if (indexer->integer("rate") != op.integer("rate") || indexer->flag("positions") != positions)
+    throw wrong(op, "its " + which + " input is that of an indexer with another rate, or other outputs");
 }
 
 void check_latent_attention(const Program& p, const OpNode& op) {
@@ -238,7 +253,8 @@ void check_latent_attention(const Program& p, const OpNode& op) {
   if (p.in(op, 1).width < heads * rope)
     throw wrong(op, "its second input has fewer than " + std::to_string(heads) + " heads of " + std::to_string(rope));
   width_is(op, p.in(op, 2), latent + rope, "third input");
-  if (op.inputs.size() > 3 && !selects(p, op.inputs[3])) throw wrong(op, "its fourth input is no indexer's output");
+  if (op.inputs.size() > 3) check_selection(p, op, 3, op.integer("rate") > 0);
+  else if (op.integer("rate")) throw wrong(op, "a rate needs an indexer's output");
   check_cached_rows(p, op);
 }
 
@@ -249,19 +265,26 @@ const OpNode* compress_of(const Program& p, int group, int layer) {
   return nullptr;
 }
 
+// Features of an entry of a compress op.
+long entry_dim(const Program& p, const OpNode& op) { return p.in(op).width / (op.flag("overlapping") ? 4 : 2); }
+
 // Checks that an earlier op keeps entries of that many features, one for each `rate` positions.
 void check_entries(const Program& p, const OpNode& op, int group, int layer, long dim) {
   const OpNode* keeps = compress_of(p, group, layer);
   const std::string place = "layer " + std::to_string(layer) + " of cache group " + std::to_string(group);
   if (!keeps) throw wrong(op, "no earlier op keeps entries in " + place);
   if (keeps->integer("rate") != op.integer("rate")) throw wrong(op, "the entries in " + place + " have another rate");
-  if (p.weights()[keeps->weights[1]].n != dim) throw wrong(op, "the entries in " + place + " have another width");
+  if (entry_dim(p, *keeps) != dim) throw wrong(op, "the entries in " + place + " have another width");
 }
 
 void check_indexer(const Program& p, const OpNode& op) {
   const long heads = p.in(op, 1).width, dim = op.inputs.size() > 2 ? p.in(op, 2).width : p.in(op).width / heads;
   width_is(op, p.in(op), heads * dim, "input");
   if ((op.inputs.size() == 2) != (op.integer("rate") > 0)) throw wrong(op, "it takes either a key or a rate");
+  const long rate = op.integer("rate"), width = p.out(op).width;
+  if (op.flag("positions") && (!rate || width < rate || (width + 1) % rate))
+    throw wrong(op,
+                std::to_string(width) + " columns, expected positions of entries of `rate` each, and rate - 1 more");
   if (op.inputs.size() > 2) return check_cached_rows(p, op);
   for (int input : op.inputs)
     if (p.tensors()[input].rows != kAllRows) throw wrong(op, "its inputs must have a row for each token");
@@ -274,27 +297,25 @@ void check_layer(const Program& p, const OpNode& op, CacheKind kind, int group, 
   if (p.cache_groups()[group].kind != kind)
     throw wrong(op, "cache group " + std::to_string(group) + " is " + name_of(p.cache_groups()[group].kind) +
                         ", expected " + name_of(kind));
-  for (const OpNode& other : p.ops()) {
-    const bool rows =
-        other.is(Op::compress) && other.integer("rows_group") == group && other.integer("rows_layer") == layer;
-    const bool taken = (other.is(Op::compress) || other.is(Op::compressed_attention) || other.is(Op::span_attention)) &&
-                       other.integer("cache_group") == group && other.integer("layer") == layer;
-    if (rows || taken)
+  for (const OpNode& other : p.ops())
+    if (keeps_rows(other, group, layer))
       throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(group) + " is taken");
-  }
 }
 
 void check_compress(const Program& p, const OpNode& op) {
-  const long rate = op.integer("rate"), parts = op.flag("overlapping") ? 2 : 1, dim = p.in(op).width / (2 * parts);
+  const long rate = op.integer("rate"), parts = op.flag("overlapping") ? 2 : 1, dim = entry_dim(p, op),
+             group = op.integer("cache_group");
   if (dim * 2 * parts != p.in(op).width || p.in(op).rows != kAllRows)
     throw wrong(op, "its input must have a row for each token, with values and gates of one width");
   vector_is(p, op, 0, rate * parts * dim);
-  vector_is(p, op, 1, dim);
+  if (op.weights.size() > 1) vector_is(p, op, 1, dim);
   check_layer(p, op, CacheKind::sliding, op.integer("rows_group"), op.integer("rows_layer"));
-  check_layer(p, op, CacheKind::full, op.integer("cache_group"), op.integer("layer"));
+  const bool latent = group < (long)p.cache_groups().size() && p.cache_groups()[group].kind == CacheKind::latent;
+  check_layer(p, op, latent ? CacheKind::latent : CacheKind::full, (int)group, op.integer("layer"));
   if (const long kept = p.cache_groups()[op.integer("rows_group")].window; kept < parts * rate)
     throw wrong(op, "cache group " + std::to_string(op.integer("rows_group")) + " keeps " + std::to_string(kept) +
                         " positions, an entry is of " + std::to_string(parts * rate));
+  if (!op.integer("rotary_dim")) return;
   const OpNode* table = rotary_table(p, op.integer("table"));
   if (!table || table->integer("rotary_dim") != op.integer("rotary_dim") || op.integer("rotary_dim") > dim ||
       table->flag("dynamic") || table->flag("long_table") || table->integer("temporal"))
@@ -312,8 +333,7 @@ void check_compressed_attention(const Program& p, const OpNode& op) {
   if (op.integer("window") > p.cache_groups()[group].window)
     throw wrong(op, "a window of " + std::to_string(op.integer("window")) + " over a cache group that keeps " +
                         std::to_string(p.cache_groups()[group].window));
-  if (op.inputs.size() > 2 && !(op.integer("rate") && selects(p, op.inputs[2])))
-    throw wrong(op, "its third input is no indexer's output");
+  if (op.inputs.size() > 2) check_selection(p, op, 2, false);
   if (op.integer("rate")) check_entries(p, op, op.integer("entry_group"), op.integer("entry_layer"), dim);
 }
 
@@ -471,7 +491,7 @@ void check_same_rows(const Program& p, const OpNode& op) {
 void check_merge_streams(const Program& p, const OpNode& op) {
   const long streams = p.in(op).width / p.out(op).width;
   width_is(op, p.in(op), streams * p.out(op).width, "input");
-  if (p.in(op, 1).width < streams) throw wrong(op, "it has fewer weights than streams");
+  if (op.inputs.size() > 1 && p.in(op, 1).width < streams) throw wrong(op, "it has fewer weights than streams");
   check_same_rows(p, op);
 }
 

@@ -80,26 +80,29 @@ OP(span_attention, kOne, kOne, {0, 2}, false, RowRule::as_input,
 // Latent attention (DeepSeek-V2). Inputs: queries times the keys' up-projection, `latent_dim` a head; rotated parts of
 // the queries, `rope_dim` a head, in the first columns; and the row that the cache keeps, [latent | rotated key].
 // Scores are scale * q row over both parts; a head's output is the weighted sum of latents. With a fourth input, that of
-// an indexer, a row sees the positions that it selects.
+// an indexer, a row sees the positions that it selects. rate: that of an indexer that outputs the positions of entries.
 OP(latent_attention, {3, 4}, kOne, kNone, false, RowRule::as_input,
-   {whole("layer"), positive(whole("latent_dim")), positive(whole("rope_dim")), number("scale"),
-    within(whole_or("cache_group", 0), 0, 255)},
+   {whole("layer"), positive(whole("latent_dim")), at_least_0(whole("rope_dim")), number("scale"),
+    within(whole_or("cache_group", 0), 0, 255), counted("rate")},
    check_latent_attention, cost_latent_attention)
 // DeepSeek-V3.2's lightning indexer. Inputs: queries, a weight for each head, and the key, which the cache keeps as a
 // layer of its own. A row scores each position up to its own by the sum over heads of weight *
 // max(0, query key), and outputs the positions with the largest scores, as many as the output is wide: ascending, then
 // -1. The lowest position wins ties. With a rate it has no key: it scores the entries that a compress op with the same
-// layer and rate keeps, as far as their positions are not behind the row's, and outputs their numbers.
+// layer and rate keeps, as far as their positions are not behind the row's, and outputs their numbers. positions: it
+// outputs the positions of these entries, and then those up to the row's that no entry has yet: rate - 1 more columns
+// than entries have positions (GLM-5.3-Flash).
 OP(indexer, {2, 3}, kOne, kNone, false, RowRule::as_input,
-   {whole("layer"), within(whole_or("cache_group", 0), 0, 255), counted("rate")}, check_indexer, cost_indexer)
+   {whole("layer"), within(whole_or("cache_group", 0), 0, 255), counted("rate"), flag("positions")}, check_indexer,
+   cost_indexer)
 // Compresses each `rate` positions of a sequence, from a multiple of it on, to an entry of the cache (DeepSeek-V4).
-// Input: [values | gates]; weights: a bias of gates [rate, gates' width], and the norm's. An entry's channel is the sum
-// of the values times the softmax over positions of gate + bias; then come the RMS norm, and the rotation of the last
-// rotary_dim features, in interleaved pairs, by the first position of the rate. overlapping: values and gates are twice
-// as wide; an entry is of the second halves of its own positions, and the first halves of as many before them. The
-// last rows are kept as `rows_layer` of a sliding group; entries as a layer of a full group.
-OP(compress, kOne, kNone, kTwo, false, RowRule::none,
-   {within(whole("rate"), 2, 1 << 16), flag("overlapping"), number("eps"), positive(whole("rotary_dim")), table_number,
+// Input: [values | gates]; weights: a bias of gates [rate, gates' width], and the norm's, if there is one. An entry's
+// channel is the sum of the values times the softmax over positions of gate + bias; then come the RMS norm, and the
+// rotation of the last rotary_dim features, in interleaved pairs, by the first position of the rate. overlapping: values
+// and gates are twice as wide; an entry is of the second halves of its own positions, and the first halves of as many
+// before them. The last rows are kept as `rows_layer` of a sliding group; entries as a layer of a full or latent group.
+OP(compress, kOne, kNone, {1, 2}, false, RowRule::none,
+   {within(whole("rate"), 2, 1 << 16), flag("overlapping"), number("eps"), counted("rotary_dim"), table_number,
     at_least_0(whole("rows_layer")), within(whole("rows_group"), 0, 255), at_least_0(whole("layer")),
     within(whole("cache_group"), 0, 255)},
    check_compress, cost_compress)
@@ -122,10 +125,12 @@ OP(causal_conv, kOne, kOne, {1, 2}, false, RowRule::as_input, {within(whole("tap
    check_causal_conv, cost_causal_conv)
 // The gated delta rule. Inputs: [queries | keys | values] and [a | b]; weights: A_log and dt_bias. For each value head,
 // g = -exp(A_log) log(1 + exp(a + dt_bias)), one for the head or for each of its key's channels; beta = sigmoid(b).
+// lower_bound: if it is not 0, g = lower_bound * sigmoid(exp(A_log) (a + dt_bias)) instead.
 // With keys and queries of length 1, and queries divided by sqrt(key_dim), a row does S = e^g S, then S += k (beta (v -
 // S^T k))^T, and outputs S^T q. A key head serves adjacent value heads.
 OP(gated_delta, kTwo, kOne, kTwo, false, RowRule::as_input,
-   {positive(whole("key_dim")), positive(whole("value_dim")), flag("channels")}, check_gated_delta, cost_gated_delta)
+   {positive(whole("key_dim")), positive(whole("value_dim")), flag("channels"),
+    within(number_or("lower_bound", 0), -kAnyNumber, 0)}, check_gated_delta, cost_gated_delta)
 // Mamba2's selective state space (SSD). Inputs: [x | B | C] and dt; weights: A_log, dt_bias and D. For each head, dt =
 // log(1 + exp(dt + dt_bias)) within [least_step, most_step], and a row does S = e^(-exp(A_log) dt) S + B (dt x)^T, and
 // outputs S^T C + D x. A group of B and C, of state_dim each, serves adjacent heads.
@@ -174,8 +179,8 @@ OP(soft_cap, kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 
 OP(stream_weights, kOne, kOne, kTwo, true, RowRule::as_input,
    {within(whole("streams"), 1, 64), within(whole("iterations"), 1, 1000), number("eps")}, check_stream_weights,
    each_value<200>)
-// The sum of the streams times pre (second input: weights).
-OP(merge_streams, kTwo, kOne, kNone, false, RowRule::as_input, {}, check_merge_streams, cost_merge_streams)
+// The sum of the streams times pre (second input: weights); without weights, the mean of the streams.
+OP(merge_streams, {1, 2}, kOne, kNone, false, RowRule::as_input, {}, check_merge_streams, cost_merge_streams)
 // Stream k becomes post[k] * y + the sum over j of mix[j][k] * stream j. Inputs: streams, y and weights.
 OP(mix_streams, {3, 3}, kOne, kNone, true, RowRule::as_input, {}, check_mix_streams, cost_mix_streams)
 // Input: logits of experts. Forms the output's row set, top_k entries for each row, and outputs their weights. Scores

@@ -103,6 +103,7 @@ def test_the_format_is_the_checkpoints(caplog):
     assert chat_format_of({}, "Lfm2MoeForCausalLM") == "lfm2"
     assert chat_format_of({"default": "'</arg_key><arg_value>'"}, "glm4_moe") == "glm47"
     assert chat_format_of({}, "GlmMoeDsaForCausalLM") == "glm47"
+    assert chat_format_of({}, "Glm5NextForConditionalGeneration") == "glm47"
     assert chat_format_of({"default": "<tool_call>\n<function="}, "NemotronHForCausalLM") == "qwen3_coder"
     assert chat_format_of({"default": "<TOOLCALL>["}, "NemotronHForCausalLM") == "nemotron_json"
     assert chat_format_of({"default": "<{{ '｜DSML｜' }}function_calls>"}, "llama") == "deepseek_v32"

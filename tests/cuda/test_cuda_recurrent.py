@@ -26,12 +26,19 @@ def test_causal_conv(channels, taps, bias, activated):
 
 
 @pytest.mark.parametrize("rate", [-3.0, 0.0, 4.0])
-@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("channels, bound", [(False, 0.0), (True, 0.0), (True, -5.0)])
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 2, 128, 36), (2, 2, 36, 200)])
-def test_gated_delta(shape, channels, rate):
+def test_gated_delta(shape, channels, bound, rate):
     own = toy()
-    own.finish(with_delta(own, embedded(own, 31), *shape, channels, rate))
+    own.finish(with_delta(own, embedded(own, 31), *shape, channels, rate, bound))
     compare(own, IN_PARTS)
+
+
+def test_bounded_decays_of_heads_are_refused():
+    own = toy()
+    own.finish(with_delta(own, embedded(own, 31), *SHAPES[0], False, 0.0, -5.0))
+    with pytest.raises(ValueError, match="bounded decays of whole heads"):
+        compare(own, IN_PARTS)
 
 
 @pytest.mark.parametrize("rate, limits", [(-3.0, {}), (0.0, {"least_step": 0.3, "most_step": 0.9}), (4.0, {})])

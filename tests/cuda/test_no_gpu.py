@@ -369,3 +369,4 @@ def test_which_kernels_serve_experts_and_attention():
 def test_ops_that_only_cpus_have_are_named():
     assert set(device.Gpu.missing_ops) == {"pool_rows"}
     assert not device.Cpus.missing_ops
+    assert set(device.Gpu.missing_attributes) == {("latent_attention", "rate")} and not device.Cpus.missing_attributes

@@ -38,6 +38,7 @@ RECURRENT = ("qwen3-next", "qwen3-5-moe", "lfm2-moe", "nemotron-h", "granite-hyb
 LATENT = ("deepseek-v2", "deepseek-v3-heads", "deepseek-v32", "glm-moe-dsa")
 COMPRESSED = ("deepseek-v4", "deepseek-v4-wide")
 GEMMA4 = ("gemma4", "gemma4-moe", "gemma4-small")
+POOLS = () if GPUS or EXPERT_RANKS else ("glm5-next", "glm5-next-wide")  # only CPUs compute attention to pools
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2", *FAMILIES, *GEMMA4, *RECURRENT, *LATENT,
                *COMPRESSED)
 GROUP = f"client-{len(GPUS) or (1 if EXPERT_RANKS else 2)}"
@@ -45,6 +46,7 @@ if EXPERT_RANKS:
     MODELS, SLOW_MODELS = ("glm4-moe",), ("qwen3-5-moe", "deepseek-v2", "afmoe")
 elif GPUS:
     MODELS += ("llama-bf16-heads-of-64", "llama-fp16-heads-of-64")
+SLOW_MODELS += POOLS
 
 
 #: of first runs in a mixed group whose GPU computes experts later: there ranks of CPUs compute all
@@ -215,6 +217,12 @@ def test_engine_and_group_of_one_rank(engine_of, model):
     ("deepseek-v4", "engine", test_prefix_cache, {}),
     ("deepseek-v4-wide", "engine", test_preemption, {}),
     ("deepseek-v4-wide", GROUP, test_prefix_cache, {}),
+    *[(name, *rest) for name, *rest in (
+        ("glm5-next", GROUP, test_everything_at_once, {}),
+        ("glm5-next", "engine", test_prefix_cache, {}),
+        ("glm5-next-wide", "engine", test_preemption, {}),
+        ("glm5-next-wide", GROUP, test_prefix_cache, {}),
+    ) if name in POOLS],
 ])  # fmt: skip
 def test_one_property_of_each_family(engine_of, name, where, check, fields):
     if EXPERT_RANKS and name in ("seed-oss", "hunyuan-biases", "exaone4", "falcon-h1"):

@@ -115,11 +115,12 @@ def test_a_history_may_be_cut_at_every_offset(name):
             np.testing.assert_array_equal(again, logits[offset])
 
 
+@pytest.mark.parametrize("name", ["deepseek-v4-wide", "glm5-next-wide"])
 @pytest.mark.parametrize("cache", ["float32", "bfloat16"])
-def test_any_size_of_spans_gives_the_same_bits(cache):
+def test_any_size_of_spans_gives_the_same_bits(cache, name):
     prompt, found = prompt_of(300, seed=4), []
     for size in (16, 32, 128):
-        with Driver(checkpoint("deepseek-v4-wide"), 1, cache_span_size=size, cache_dtype=cache) as driver:
+        with Driver(checkpoint(name), 1, cache_span_size=size, cache_dtype=cache) as driver:
             found.append([row.tobytes() for row in driver.generate(prompt, 3, chunk=70)[1]])
     assert found[0] == found[1] == found[2]
 
@@ -128,9 +129,9 @@ GREEDY = {"max_new_tokens": 60, "eos_token_id": -1, "do_sample": False}
 
 
 @contextlib.contextmanager
-def answering(engine, name, **fields):
+def answering(engine, name, model, **fields):
     """A function that answers a prompt greedily, with a model in an engine; and the engine's statistics."""
-    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint("deepseek-v4")), num_threads=2,
+    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), num_threads=2,
                                        engine_max_batch=2, engine_max_length=900, **fields))
     engine.start_model(name)
 
@@ -142,20 +143,21 @@ def answering(engine, name, **fields):
     engine.release_model(name)
 
 
-def test_drafts_and_spans_of_the_host_cache(engine_of, monkeypatch):
+@pytest.mark.parametrize("model", ["deepseek-v4", "glm5-next"])
+def test_drafts_and_spans_of_the_host_cache(model, engine_of, monkeypatch):
     """Answers do not change: with drafts that are accepted or not, and where a prompt's beginning was evicted."""
     monkeypatch.setattr(CopyCosts, "worthwhile", lambda self: True)
     engine, repeated = engine_of("engine"), prompt_of(40, seed=1) * 6
     prompts = [repeated, prompt_of(333, seed=2), [*repeated, *prompt_of(30, seed=3)]]
-    with answering(engine, "plain", enable_prefix_cache=False) as (answer, _):
+    with answering(engine, "plain", model, enable_prefix_cache=False) as (answer, _):
         expected = [answer(prompt) for prompt in prompts]
-    with answering(engine, "drafts", speculation="prompt_lookup", enable_prefix_cache=True) as (answer, stat):
+    with answering(engine, "drafts", model, speculation="prompt_lookup", enable_prefix_cache=True) as (answer, stat):
         assert [answer(prompt) for prompt in prompts] == expected
         assert stat().prefix_cache_hit_token > 0
         info = engine.get_model_info("drafts")
     span = info.cache_bytes // info.num_spans
     fields = {"cache_memory": span * 170, "host_cache_memory": (span + 96) * 900 + 2 * HEADER}
-    with answering(engine, "host", enable_prefix_cache=True, **fields) as (answer, stat):
+    with answering(engine, "host", model, enable_prefix_cache=True, **fields) as (answer, stat):
         assert [answer(prompt) for prompt in prompts] == expected
         for seed in range(5):
             answer(prompt_of(600, seed=seed))

@@ -1,6 +1,6 @@
-"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1, Kimi Linear)
-against transformers, and their properties: the same bits in every batch and however a history is cut, checkpoints of
-states in the prefix cache and its host tier.
+"""Families with states (Qwen3-Next, Qwen3.5 and 3.6, LFM2, Nemotron-H, Granite 4, Bamba, Falcon-H1, Kimi Linear,
+GLM-5.3-Flash) against transformers, and their properties: the same bits in every batch and however a history is cut,
+checkpoints of states in the prefix cache and its host tier.
 
 By default only a part runs; -m "slow or not slow" runs all.
 """
@@ -19,7 +19,7 @@ import safetensors.torch
 
 pytest.importorskip("transformers.models.qwen3_5_moe")
 
-from allspark_client import AsModelConfig
+from allspark_client import AsCacheMode, AsModelConfig
 from allspark_client.errors import AllSparkError
 from allspark_server import HuggingFaceModel
 from allspark_server.cache.host_cache import CopyCosts
@@ -33,7 +33,7 @@ from support.greedy import check_greedy_output
 from support.tiny_configs import RECURRENT
 
 slow = pytest.mark.slow
-FIRST = ("qwen3-next", "qwen3-5-moe", "kimi-linear")
+FIRST = ("qwen3-next", "qwen3-5-moe", "kimi-linear", "glm5-next")
 some = [name if name in FIRST else pytest.param(name, marks=slow) for name in RECURRENT]
 
 
@@ -330,6 +330,92 @@ def test_a_checkpoint_of_kimi_linear_as_published(tmp_path):
     prompt = prompt_of(70)
     with Driver(source, 1) as a, Driver(tmp_path, 1) as b:
         np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
+
+
+def changed_text(name, change):
+    """The config.json of a checkpoint with other fields of its text."""
+    values = json.loads((checkpoint(name) / "config.json").read_text())
+    return {**values, "text_config": {**values["text_config"], **change}}
+
+
+@pytest.mark.parametrize("change, problem", [
+    ({"mla_use_nope": False}, "'text_config.mla_use_nope'.* is False: only True is served"),
+    ({"qk_rope_head_dim": 8}, "'text_config.qk_rope_head_dim'.* is 8: only 0 is served"),
+    ({"mhc": False}, "'text_config.mhc'.* is False: only True is served"),
+    ({"index_kpool_compress": False}, "'text_config.index_kpool_compress'.* is False: only True is served"),
+    ({"index_kpool_always_select_tail": False}, "'text_config.index_kpool_always_select_tail'.* is False: only True"),
+    ({"scoring_func": "softmax"}, "'text_config.scoring_func'.* is 'softmax': only 'sigmoid' is served"),
+    ({"topk_method": "greedy"}, "'text_config.topk_method'.* is 'greedy': only 'noaux_tc' is served"),
+    ({"moe_router_dtype": "bfloat16"}, "'text_config.moe_router_dtype'.* only 'float32' is served"),
+    ({"rope_scaling": {"type": "yarn"}}, "'text_config.rope_scaling'.* only None is served"),
+    ({"hidden_act": "gelu"}, "'hidden_act'.* is 'gelu': only 'silu' is supported"),
+    ({"index_kpool": 1}, r"'index_kpool'.* is 1: it must be at least 2 and divide index_topk \(64\)"),
+    ({"index_kpool": 5}, r"'index_kpool'.* is 5: it must be at least 2 and divide index_topk \(64\)"),
+    ({"q_lora_rank": None}, "'q_lora_rank'.* is missing: an indexer needs the queries' latent"),
+    ({"indexer_types": ["full", "shared"] * 2}, "'indexer_types'.* 'shared' for layer 1, but the layer before has no"),
+    ({"linear_lower_bound": 0.5}, "'linear_lower_bound'.* is 0.5: it must be negative"),
+    ({"linear_attn_config": {"safe_gate": False}}, "'linear_attn_config.safe_gate'.* is False: only True is served"),
+    ({"linear_attn_config": {"sizes": 1}}, "'linear_attn_config.sizes'.* is not known, so it is not served"),
+    ({"linear_attn_config": {"kda_layers": [1, 3]}}, r"'linear_attn_config.kda_layers'.* layer_types has \[0, 2\]"),
+    ({"layer_types": ["linear_attention"] * 4}, "'layer_types'.* which at least one layer has, for each of 4 layers"),
+    ({"layer_types": ["sliding_attention"] * 4}, "'layer_types'.* must hold linear_attention or deepseek_sparse_att"),
+    ({"hc_mult": 65}, "'hc_mult'.* is 65: it must be positive and at most 64"),
+    ({"swiglu_limit": 0}, "'swiglu_limit'.* is 0.0: it must be positive"),
+])
+def test_configurations_of_glm_that_are_refused(change, problem, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(changed_text("glm5-next", change)))
+    with pytest.raises(AllSparkError, match=problem):
+        read_config(tmp_path)
+
+
+def test_decays_of_glm_without_a_bound(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(changed_text("glm5-next", {"linear_lower_bound": None})))
+    assert read_config(tmp_path).delta.lower_bound == 0
+    assert read_config(checkpoint("glm5-next")).delta.lower_bound == -5
+
+
+def test_a_checkpoint_of_glm_as_published(tmp_path, caplog):
+    """Other names of layers, the fields of linear_attn_config, which counts them from 0, and the layer of a draft head,
+    which is not read.
+    """
+    source, layers = checkpoint("glm5-next"), 4
+    values = changed_text("glm5-next", {"first_k_dense_replace": 1, "mla_use_nope": True, "mhc": True,
+                                        "index_kpool_compress": True, "scoring_func": "sigmoid",
+                                        "topk_method": "noaux_tc", "moe_router_dtype": "float32",
+                                        "num_nextn_predict_layers": 1, "index_share_for_mtp_iteration": True})
+    text = values["text_config"]
+    for name in ("layer_types", "mlp_layer_types"):
+        del text[name]
+    text["layer_types"] = ["linear_attention", "deepseek_sparse_attention"] * 2
+    text["linear_attn_config"] = {"kda_layers": [0, 2], "full_attn_layers": [1, 3], "num_heads": text.pop(
+        "linear_num_heads"), "head_dim": text.pop("linear_head_dim"), "short_conv_kernel_size": text.pop(
+            "linear_conv_kernel_dim"), "gate_lower_bound": text.pop("linear_lower_bound")}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_config(tmp_path) == read_config(source)
+    shutil.copy(source / "generation_config.json", tmp_path)
+    stored = safetensors.torch.load_file(source / "model.safetensors")
+    extra = {f"model.language_model.layers.{layers}.{name}": torch.ones(3) for name in ("enorm.weight", "hc_attn_fn")}
+    safetensors.torch.save_file(stored | extra, tmp_path / "model.safetensors")
+    prompt = prompt_of(70)
+    with Driver(source, 1) as a, Driver(tmp_path, 1) as b:
+        np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
+    assert "does not use" not in caplog.text
+    assert open_model(str(tmp_path)).no_images_reason == "its vision tower is not served"
+
+
+@pytest.mark.parametrize("cache, tolerance", [("int8", 0.1), ("bfloat16", 0.1)])
+def test_caches_of_glm(cache, tolerance):
+    """Keys of an indexer are bfloat16 beside int8. The prompt is short enough for a selection of all."""
+    prompt, fields = prompt_of(66), {"cache_mode": AsCacheMode.AsCacheQuantI8} if cache == "int8" else {
+        "cache_dtype": cache}
+    expected = reference_logits(checkpoint("glm5-next"), prompt)
+    with Driver(checkpoint("glm5-next"), 1, **fields) as driver:
+        logits = driver.generate(prompt, 1)[1][0]
+        assert np.sqrt(np.mean((logits - expected) ** 2)) / expected.std() < tolerance
+        long = prompt_of(290)
+        np.testing.assert_array_equal(driver.generate(long, 1, chunk=37)[1][0], driver.generate(long, 1)[1][0])
+    with pytest.raises(AllSparkError, match="a cache of type 'uint4' is not available for latent attention"):
+        Driver(checkpoint("glm5-next"), 1, cache_mode=AsCacheMode.AsCacheQuantU4)
 
 
 @pytest.mark.parametrize("change, problem", [

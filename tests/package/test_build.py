@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -102,11 +103,15 @@ def test_code_for_chips(monkeypatch, tmp_path):
 
 
 def test_nothing_is_compiled_twice(monkeypatch, tmp_path):
-    """Plain, editable and in-place builds share objects; those of other flags and broken ones are not taken."""
+    """Plain, editable and in-place builds share objects; those of other flags, of other contents of what they include,
+    and broken ones are not taken.
+    """
     names = setup(monkeypatch, ALLSPARK_CUDA="0")
     set_global(names, ROOT=tmp_path, PROGRESS_SECONDS=-1)
     (tmp_path / "native").mkdir()
-    (tmp_path / "native" / "a.h").write_text("")
+    header, other = tmp_path / "native" / "a.h", tmp_path / "native" / "b.h"
+    header.write_text("")
+    other.write_text("")
     source = tmp_path / "native" / "a.cpp"
     source.write_text("int f() { return 1; }\n")
     spawned, told = [], []
@@ -121,13 +126,13 @@ def test_nothing_is_compiled_twice(monkeypatch, tmp_path):
 
         def spawn(words):
             spawned.append(words)
-            target = words[words.index("-o") + 1]
-            with open(target, "w") as file:
-                file.write("an object")
+            Path(words[words.index("-o") + 1]).write_text("an object")
+            Path(words[words.index("-MF") + 1]).write_text(f"a.o: {source} \\\n /usr/include/stdio.h {header}\n")
             if fail:
                 raise RuntimeError("the compiler has failed")
 
         command.spawn = spawn
+        names["content_digest"].cache_clear()
         return command.compiled([(source, [sys.executable, *flags])], [])
 
     with pytest.raises(RuntimeError):
@@ -135,6 +140,14 @@ def test_nothing_is_compiled_twice(monkeypatch, tmp_path):
     first = compiled("-O3")
     assert compiled("-O3") == first and len(spawned) == 2
     assert compiled("-O1") != first and len(spawned) == 3
+    os.utime(header, (header.stat().st_mtime + 60,) * 2)
+    other.write_text("int g();\n")
+    assert compiled("-O3") == first and len(spawned) == 3
+    header.write_text("int f();\n")
+    assert compiled("-O3") == first and len(spawned) == 4
+    assert compiled("-O3") == first and len(spawned) == 4
+    header.unlink()
+    assert compiled("-O3") == first and len(spawned) == 5
     assert any(text.startswith("1 of 1 files are compiled") for text in told)
 
 

@@ -73,7 +73,8 @@ def gated_delta(rank, op, x, w):
         q, k, v = np.split(mixed, [keys, 2 * keys], 1)
         q, k = (recurrent.l2_normalized(part.reshape(count, -1, key)) for part in (q, k))
         a, rate, bias = gates[:, :-heads].reshape(count, heads, -1), w[0][:, None], w[1].reshape(heads, -1)
-        decay = recurrent.softplus_decay(a, rate, bias)
+        bound = attrs["lower_bound"]
+        decay = (recurrent.bounded_decay(a, rate, bias, bound) if bound else recurrent.softplus_decay(a, rate, bias))
         y, _ = recurrent.delta_recurrent(q, k, v.reshape(count, heads, value),
                                          decay if attrs["channels"] else decay[..., 0], sigmoid(gates[:, -heads:]))
         out[rows] = y[count - len(rows) :].reshape(len(rows), -1)
@@ -436,6 +437,8 @@ def _by_stream(x, width):
 @op
 def merge_streams(rank, op, x, w):
     streams = _by_stream(x[0], rank.program.tensors[op["outputs"][0]][0])
+    if len(x) < 2:
+        return streams.mean(1)
     return np.einsum("rn,rnd->rd", x[1][:, :streams.shape[1]], streams)
 
 
@@ -534,8 +537,9 @@ def _entry(rank, slot, group, entry, rate):
 @op
 def compress(rank, op, x, w):
     attrs, parts = op["attributes"], 1 + op["attributes"]["overlapping"]
-    rate, dim = attrs["rate"], len(w[1])
-    bias, frequencies = w[0].reshape(rate, parts * dim), rank.frequencies[attrs["table"]]
+    rate, rotated = attrs["rate"], attrs["rotary_dim"]
+    dim = x[0].shape[1] // (2 * parts)
+    bias = w[0].reshape(rate, parts * dim)
     entries = rank.cache(attrs["cache_group"], attrs["layer"], 1, dim)[:, :, 0, 0]
     for rows, (history,) in _histories(rank, op, x[0]):
         slot = rank.slots[rank.batch.rows[rows[0]].slot]
@@ -547,10 +551,14 @@ def compress(rank, op, x, w):
             if parts > 1 and entry:
                 gate = np.concatenate([(gates[own - rate] + bias)[:, :dim], gate])
                 value = np.concatenate([values[own - rate][:, :dim], value])
-            y = rms((softmax(gate.T).T * value).sum(0), w[1], attrs["eps"])
-            angle, pairs = (np.float32(first) * frequencies).astype(float), y[-attrs["rotary_dim"]:].copy()
-            a, b, cos, sin = pairs[::2], pairs[1::2], np.cos(angle), np.sin(angle)
-            y[-attrs["rotary_dim"]:] = np.stack([a * cos - b * sin, b * cos + a * sin], 1).ravel()
+            y = (softmax(gate.T).T * value).sum(0)
+            if len(w) > 1:
+                y = rms(y, w[1], attrs["eps"])
+            if rotated:
+                angle = (np.float32(first) * rank.frequencies[attrs["table"]]).astype(float)
+                pairs = y[-rotated:].copy()
+                a, b, cos, sin = pairs[::2], pairs[1::2], np.cos(angle), np.sin(angle)
+                y[-rotated:] = np.stack([a * cos - b * sin, b * cos + a * sin], 1).ravel()
             entries[_entry(rank, slot, attrs["cache_group"], entry, rate)] = y
 
 
@@ -597,7 +605,11 @@ def indexer(rank, op, x, w):
             rows = rows.reshape(-1, dim)
         scores = weights[i] @ np.maximum(queries[i].reshape(heads, dim) @ rows.T, 0)
         # Equal keys have equal scores only after rounding: a product's sums depend on the place of its row.
-        best = np.sort(np.argsort(-scores.astype(np.float32), kind="stable")[:count])
+        most = count // rate if attrs["positions"] else count
+        best = np.sort(np.argsort(-scores.astype(np.float32), kind="stable")[:most])
+        if attrs["positions"]:
+            best = np.concatenate([(best[:, None] * rate + np.arange(rate)).ravel(),
+                                   np.arange((row.position + 1) // rate * rate, row.position + 1)])
         out[i, :len(best)] = best
     return out
 

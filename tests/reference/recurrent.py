@@ -50,6 +50,13 @@ def softplus_decay(a: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray) -> np.
     return -np.exp(a_log) * np.logaddexp(0.0, a + dt_bias)
 
 
+def bounded_decay(a: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray, bound: float) -> np.ndarray:
+    """The decay bound * sigmoid(exp(a_log) * (a + dt_bias)) of GLM-5.3-Flash (transformers' `Glm5NextTextForgetGate`).
+    Shapes are those of softplus_decay.
+    """
+    return bound * (1 + np.tanh(np.exp(a_log) * (a + dt_bias) / 2)) / 2
+
+
 def causal_convolution(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None,
                        state: np.ndarray | None = None, activated: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Each channel's weighted sum over its last rows, followed by SiLU if `activated` (LFM2 has none).

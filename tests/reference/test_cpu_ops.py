@@ -369,10 +369,11 @@ def test_causal_conv(channels, taps, bias, activated, threads):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rate", [-3.0, 0.0, 4.0])
 @pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("bound", [0.0, -5.0])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gated_delta(shape, channels, rate, threads):
+def test_gated_delta(shape, bound, channels, rate, threads):
     own = toy()
-    own.finish(with_delta(own, embedded(own, 31), *shape, channels, rate))
+    own.finish(with_delta(own, embedded(own, 31), *shape, channels, rate, bound))
     compare(own, threads=threads)
 
 

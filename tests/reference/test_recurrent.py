@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from reference.recurrent import (
+    bounded_decay,
     causal_convolution,
     delta_chunked,
     delta_deferred,
@@ -169,6 +170,7 @@ def test_a_convolution_sees_only_earlier_rows():
 torch = pytest.importorskip("torch")
 qwen = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
 kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+glm = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
 
 
 mamba = pytest.importorskip("transformers.models.mamba2.modeling_mamba2")
@@ -226,9 +228,12 @@ def test_gated_norms(module, activation):
     check(found, gated_rms_norm(x, gate, weight, 1e-2, activation), SINGLE)
 
 
-def test_the_decay_of_channels():
-    config = kimi.KimiLinearConfig(hidden_size=24, linear_head_dim=20, linear_num_heads=3)
-    gate, rng = kimi.KimiLinearForgetGate(config), np.random.default_rng(5)
+@pytest.mark.parametrize("bound", [0.0, -5.0])
+def test_the_decay_of_channels(bound):
+    sizes = {"hidden_size": 24, "linear_head_dim": 20, "linear_num_heads": 3}
+    gate = (glm.Glm5NextTextForgetGate(glm.Glm5NextTextConfig(linear_lower_bound=bound, **sizes)) if bound else
+            kimi.KimiLinearForgetGate(kimi.KimiLinearConfig(**sizes)))
+    rng = np.random.default_rng(5)
     x = rng.standard_normal((9, 24))
     with torch.no_grad():
         for parameter in gate.parameters():
@@ -236,7 +241,8 @@ def test_the_decay_of_channels():
         found = gate(single(x)[0])[0]
     values = {name: parameter.detach().double().numpy() for name, parameter in gate.named_parameters()}
     a = (x @ values["f_a_proj.weight"].T @ values["f_b_proj.weight"].T).reshape(9, 3, 20)
-    check(found, softplus_decay(a, values["A_log"].reshape(3, 1), values["dt_bias"].reshape(3, 20)), SINGLE)
+    weights = values["A_log"].reshape(3, 1), values["dt_bias"].reshape(3, 20)
+    check(found, bounded_decay(a, *weights, bound) if bound else softplus_decay(a, *weights), SINGLE)
 
 
 @torch.no_grad()

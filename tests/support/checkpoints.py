@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,15 @@ transformers.logging.disable_progress_bar()
 NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
 LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
+
+
+def _glm5_next(**text: Any) -> transformers.Glm5NextConfig:
+    """A config of GLM-5.3-Flash with the smallest vision tower, which tests do not use."""
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 4, "image_size": 16,
+              "out_hidden_size": text["hidden_size"], "projection_intermediate_size": 16}
+    return transformers.Glm5NextConfig(text_config=text, vision_config=vision, eos_token_id=text["eos_token_id"],
+                                       tie_word_embeddings=text.get("tie_word_embeddings", False))
+
 
 _CLASSES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
@@ -78,6 +88,7 @@ _CLASSES = {
     "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM),
     "kimi_linear": (transformers.KimiLinearConfig, transformers.KimiLinearForCausalLM),
+    "glm5_next": (_glm5_next, transformers.Glm5NextForConditionalGeneration),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
@@ -171,9 +182,12 @@ def load_plain(directory: Path, dtype: torch.dtype):
     """A new model of transformers whose kernels take any size and type."""
     plain = {"attn_implementation": "eager"}
     chosen = {"num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"}
-    if chosen & set(json.loads((directory / "config.json").read_text())):
+    config = json.loads((directory / "config.json").read_text())
+    if chosen & set(config.get("text_config", config)):
         plain["experts_implementation"] = "eager"  # others want aligned rows
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()
+    sees = config["architectures"][0].endswith("ForConditionalGeneration")
+    loader = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    return loader.from_pretrained(directory, dtype=dtype, **plain).eval()
 
 
 @functools.lru_cache(maxsize=4)

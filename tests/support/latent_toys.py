@@ -1,4 +1,4 @@
-"""Toy programs of latent attention with an indexer."""
+"""Toy programs of latent attention with an indexer, of positions or of pools of them."""
 
 from __future__ import annotations
 
@@ -29,3 +29,27 @@ def selective(own: Toy, heads: int, latent: int, rope: int, selected: int) -> in
                                for width in (heads * latent, heads * rope + 3, latent + rope))
     return own.op("latent_attention", (absorbed, rotated, kept, seen), heads * latent, layer=0, latent_dim=latent,
                   rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope)))
+
+
+#: kind and window of the cache groups of pooled()
+POOL_GROUPS = (("latent", 0), ("sliding", 7))
+
+
+def pooled(own: Toy, heads: int, latent: int, rope: int, pool: int, selected: int) -> int:
+    """Latent attention to pools of positions, of which an indexer selects so many."""
+    x = own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)))
+    absorbed, rotated, kept, both, asked, weights = (
+        own.op("linear", (x,), width, (own.matrix(width, 31),))
+        for width in (heads * latent, heads * rope + 3, latent + rope, 2 * 12, 13 * 12, 13))
+    place = {"rate": pool, "layer": 1, "cache_group": 0}
+    own.op("compress", (both,), None, (own.vector(pool * 12),), eps=0, rows_layer=0, rows_group=1, **place)
+    seen = own.op("indexer", (asked, weights), selected * pool + pool - 1, positions=True, **place)
+    return own.op("latent_attention", (absorbed, rotated, kept, seen), heads * latent, layer=0, latent_dim=latent,
+                  rope_dim=rope, scale=0.3 / np.sqrt(31 * (latent + rope)), rate=pool)
+
+
+def pool_spans(slot: int, begin: int, end: int, room: int) -> dict[str, list]:
+    """Spans of both groups of a slot for positions up to `end`, of which those up to `begin` have some."""
+    fresh = range(-(-begin // 16), -(-end // 16))
+    first, second = ([room * (2 * slot + group) + span for span in fresh] for group in (0, 1))
+    return {"spans": first, "other_spans": [second]}

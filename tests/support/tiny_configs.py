@@ -360,6 +360,26 @@ RECURRENT = {
                                                     attention_bias=True, linear_num_heads=4,
                                                     linear_head_dim=33, linear_conv_kernel_dim=3,
                                                     mlp_layer_types=["dense"] * 2 + ["sparse"] * 3, **_LATENT)),
+    # Bounded decays; pools of 4 positions; streams; limits; groups of experts.
+    "glm5-next": Spec("glm5_next", _sizes(72, 7, 7, 151, 4, moe_intermediate_size=176, n_routed_experts=8,
+                                          num_experts_per_tok=3, n_group=4, topk_group=2, q_lora_rank=40,
+                                          kv_lora_rank=24, qk_nope_head_dim=12, v_head_dim=20, linear_num_heads=5,
+                                          linear_head_dim=20, layer_types=["linear_attention", "indexed_attention"] * 2,
+                                          mlp_layer_types=["dense"] + ["sparse"] * 3, index_topk=64, index_kpool=4,
+                                          index_n_heads=19, index_head_dim=24, swiglu_limit=0.8, pad_token_id=0)),
+    # A layer that shares a selection, of more than a block, by pools of a prime number; eight streams; more heads than
+    # a tile of attention has rows; biases; whole experts.
+    "glm5-next-wide": Spec("glm5_next", _sizes(80, 19, 19, 41, 4, moe_intermediate_size=37, n_routed_experts=5,
+                                               num_experts_per_tok=2, norm_topk_prob=False, attention_bias=True,
+                                               n_shared_experts=2, q_lora_rank=17, kv_lora_rank=33, qk_nope_head_dim=5,
+                                               v_head_dim=6, linear_num_heads=4, linear_head_dim=33,
+                                               linear_conv_kernel_dim=3, linear_lower_bound=-1.5,
+                                               layer_types=["linear_attention", *["indexed_attention"] * 2,
+                                                            "linear_attention"],
+                                               indexer_types=["full", "full", "shared", "full"],
+                                               mlp_layer_types=["sparse"] * 4, index_topk=150, index_kpool=3,
+                                               index_n_heads=12, index_head_dim=37, hc_mult=8, hc_sinkhorn_iters=3,
+                                               rms_norm_eps=1e-6, tie_word_embeddings=True, pad_token_id=0)),
 }
 """Layers with a state beside attention, stored as float32."""
 

@@ -13,9 +13,10 @@ from .parts import EXPERTS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, TOP, VOCAB, finis
 
 
 def latent(weights: str, group: int, cache: str, empty: Callable = on_cpu,
-           row: tuple[int, int] = (HEAD_DIM // 2, 3 * HEAD_DIM), selected: int = 0) -> Any:
+           row: tuple[int, int] = (HEAD_DIM // 2, 3 * HEAD_DIM), selected: int = 0, pool: int = 0) -> Any:
     """An executor with a layer of latent attention, and experts in groups that count as much as their best one. row:
-    features of rotated keys and of latents. selected: how many positions an indexer selects; 0: there is none.
+    features of rotated keys and of latents. selected: how many positions an indexer selects; 0: there is none. pool: it
+    selects so many positions at a time; then the layer's output and its input are two streams, whose mean follows.
     """
     native, e = native_library(), empty()
     matrix, vector = weights_of(e, weights, group, iter(range(301, 400)))
@@ -25,6 +26,8 @@ def latent(weights: str, group: int, cache: str, empty: Callable = on_cpu,
         (HEADS * latent, False), (HEADS * latent, False), (HEADS * HEAD_DIM, False), (HIDDEN, True), (VOCAB, True)))
     e.add_cache_group("latent", 0)
     e.add_cache_group("latent", 0)
+    if pool:
+        e.add_cache_group("sliding", pool)
     embedding = matrix(VOCAB, HIDDEN)
     frequencies = e.add_vector(np.ldexp(np.float32(1), -np.arange(rope // 2, dtype=np.int32)))
     e.add_op("rotary_table", [], [], [frequencies], {"rotary_dim": rope})
@@ -37,6 +40,7 @@ def latent(weights: str, group: int, cache: str, empty: Callable = on_cpu,
     e.add_op("head_linear", [queries], [absorbed], [matrix(HEADS * latent, HEAD_DIM, HEADS)],
              {"heads": HEADS, "offset": HEADS * rope})
     seen: list[list[int]] = [[], []]
+    rate: dict[str, int] = {}
     if selected:
         wide = (HEADS * HEAD_DIM, HEADS, HEAD_DIM)
         index = [e.add_tensor(width, False) for width in wide]
@@ -45,18 +49,34 @@ def latent(weights: str, group: int, cache: str, empty: Callable = on_cpu,
         normed = e.add_tensor(HEAD_DIM, False)
         e.add_op("layer_norm", [index[2]], [normed], [vector(HEAD_DIM, 1), vector(HEAD_DIM)], {"eps": 1e-6})
         index[2] = normed
-        seen = [[e.add_tensor(selected, False)] for _ in seen]
+        if pool:
+            rate["rate"] = pool
+        seen = [[e.add_tensor(selected + max(0, pool - 1), False)] for _ in seen]
         for number, output in enumerate(seen):
-            e.add_op("indexer", index, output, [], {"layer": 1, "cache_group": number})
+            place = {"layer": 1, "cache_group": number}
+            if pool:
+                gates, both = e.add_tensor(HEAD_DIM, False), e.add_tensor(2 * HEAD_DIM, False)
+                e.add_op("linear", [x], [gates], [matrix(HEAD_DIM, HIDDEN)], {})
+                e.add_op("concat", [normed, gates], [both], [], {})
+                e.add_op("compress", [both], [], [vector(pool * HEAD_DIM)],
+                         {"eps": 0, "rows_layer": number, "rows_group": 2, **rate, **place})
+                e.add_op("indexer", index[:2], output, [], {"positions": 1, **rate, **place})
+            else:
+                e.add_op("indexer", index, output, [], place)
     for number in (0, 1):
         e.add_op("latent_attention", [absorbed, queries, kept, *seen[number]], [recalled], [],
-                 {"layer": 0, "cache_group": number, "latent_dim": latent, "rope_dim": rope, "scale": 0.125})
+                 {"layer": 0, "cache_group": number, "latent_dim": latent, "rope_dim": rope, "scale": 0.125, **rate})
         if not number:
             e.add_op("add", [absorbed, recalled], [absorbed], [], {})
     e.add_op("head_linear", [recalled], [context], [matrix(HEADS * HEAD_DIM, latent, HEADS)],
              {"heads": HEADS, "offset": 0})
     e.add_op("linear", [context], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)], {})
-    e.add_op("add", [x, y], [x], [], {})
+    if pool:
+        streams = e.add_tensor(2 * HIDDEN, False)
+        e.add_op("concat", [x, y], [streams], [], {})
+        e.add_op("merge_streams", [streams], [x], [], {})
+    else:
+        e.add_op("add", [x, y], [x], [], {})
     routed, experts = e.add_row_set(native.ALL_ROWS, TOP), 2 * EXPERTS
     router = e.add_tensor(experts)
     scores, out = e.add_tensor(1, routed), e.add_tensor(HIDDEN, routed)

@@ -8,9 +8,10 @@ from typing import Any
 from .parts import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, RANK, VOCAB, finished, on_cpu, weights_of
 
 
-def recurrent(weights: str, group: int, empty: Callable = on_cpu, kinds: tuple[int, ...] = (0, 1)) -> Any:
+def recurrent(weights: str, group: int, empty: Callable = on_cpu, kinds: tuple[int, ...] = (0, 1),
+              **bounds: float) -> Any:
     """An executor with a model of two layers with a state: with a decay for each head, and for each channel, and with
-    each kind of gates. kinds: whether each layer's decays are for each channel.
+    each kind of gates. kinds: whether each layer's decays are for each channel. bounds: lower_bound, if they have one.
     """
     e = empty()
     matrix, vector = weights_of(e, weights, group, iter(range(201, 300)))
@@ -30,7 +31,7 @@ def recurrent(weights: str, group: int, empty: Callable = on_cpu, kinds: tuple[i
         e.add_op("causal_conv", [mixed], [convolved], [vector(4 * columns), *bias],
                  {"taps": 4, "activated": 1 - channels})
         e.add_op("gated_delta", [convolved, gates], [out], [vector(HEADS, -3), vector(decays)],
-                 {"key_dim": HEAD_DIM, "value_dim": HEAD_DIM, "channels": channels})
+                 {"key_dim": HEAD_DIM, "value_dim": HEAD_DIM, "channels": channels, **bounds})
         e.add_op("linear", [x], [gate], [matrix(width, HIDDEN)], {})
         e.add_op("gated_rms_norm", [out, gate], [], [vector(HEAD_DIM, 1)],
                  {"eps": 1e-4, "head_dim": HEAD_DIM, "gate": "sigmoid" if channels else "silu"})

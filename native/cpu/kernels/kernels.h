@@ -100,6 +100,9 @@ struct Kernels {
                        size_t ldy, int n);
   // decays = rate * log(1 + e^(a + bias)), rate <= 0, and factors = e^decays.
   void (*channel_decays)(const float* a, const float* bias, double rate, int n, float* decays, float* factors);
+  // The same with decays = bound * sigmoid(-rate * (a + bias)), bound <= 0.
+  void (*bounded_decays)(const float* a, const float* bias, double rate, double bound, int n, float* decays,
+                         float* factors);
   // rows[j] = keys[j] * (factors[count - 1] * factors[count - 2] * ... * factors[j + 1]), for rows of n values and j <
   // count, with the products in this order; whole: of all factors.
   void (*decay_rows)(const float* keys, const float* factors, int count, int n, float* rows, float* whole);

@@ -169,6 +169,16 @@ void channel_decays(const float* a, const float* bias, double rate, int n, float
   }
 }
 
+void bounded_decays(const float* a, const float* bias, double rate, double bound, int n, float* decays,
+                    float* factors) {
+  for (int i = 0; i < n; i++) {
+    const double x = -rate * ((double)a[i] + bias[i]), e = exp_of(x > 0 ? -x : x);
+    decays[i] = (float)(bound * ((x > 0 ? 1.0 : e) / (1.0 + e)));
+    const float factor = (float)exp_of(decays[i]);
+    factors[i] = factor < kLeastFactor ? 0.0f : factor;
+  }
+}
+
 void decay_rows(const float* keys, const float* factors, int count, int n, float* rows, float* whole) {
   int c = 0;
   for (; c + 8 * W <= n; c += 8 * W) decay_columns<8>(keys + c, factors + c, count, n, rows + c, whole + c);

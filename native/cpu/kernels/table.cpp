@@ -56,6 +56,7 @@ const Kernels& kernels() {
     k.dots = dots;
     k.add_products = add_products;
     k.channel_decays = channel_decays;
+    k.bounded_decays = bounded_decays;
     k.decay_rows = decay_rows;
     k.decay = decay;
     k.decay_factors = decay_factors;

@@ -54,6 +54,7 @@ void dots(const float* rows, size_t ld, int count, const float* a, const float* 
 void add_products(const float* x, size_t ldx, int rows, const float* m, size_t ldm, int count, float* y, size_t ldy,
                   int n);
 void channel_decays(const float* a, const float* bias, double rate, int n, float* decays, float* factors);
+void bounded_decays(const float* a, const float* bias, double rate, double bound, int n, float* decays, float* factors);
 void decay_rows(const float* keys, const float* factors, int count, int n, float* rows, float* whole);
 void decay(const float* x, const double* later, const double* earlier, float* y, int n);
 void decay_factors(double later, const double* earlier, int count, float* factors);

@@ -135,7 +135,7 @@ void AttentionWork::make_tiles(const Batch& batch) {
           }
       }
       for (int i = whole; i < item.count; i++) {
-        const int list = shape.listed ? shape.list_of(item.start + i) : shape.selected;
+        const int list = shape.list_of(item.start + i);
         for (int h = head0; h < head1; h += kTileRows)
           tiles.push_back({item.slot, item.row + i, item.start + i, 1, kv, h, std::min(h + kTileRows, head1), 0, 0,
                            item.start + item.count, list, context_blocks(list), shape.listed > 0, list});

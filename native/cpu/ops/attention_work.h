@@ -39,7 +39,8 @@ struct AttentionShape {
   int rope_dim = 0;            // of a latent cache: features of keys after the head_dim that are values, too
   int selected = 0;            // how many positions an indexer selects for a row that sees more; 0: there is none
   // A row sees a list: as many last positions and, with a rate, entries of `rate` positions each, all of them or those
-  // that an indexer selects. 0: no list.
+  // that an indexer selects. 0: no list. Then an indexer with a rate selects the positions of entries, and those behind
+  // the last entry, rate - 1 at most.
   int listed = 0;
   int rate = 0;
   bool operator==(const AttentionShape& o) const {
@@ -48,8 +49,9 @@ struct AttentionShape {
            segments == o.segments && images == o.images && rope_dim == o.rope_dim && selected == o.selected &&
            listed == o.listed && rate == o.rate;
   }
-  // How long the list of a row at `position` is.
+  // How long the list of a row at `position` is, of those for which an indexer selects positions if there is no list.
   int list_of(int position) const {
+    if (!listed) return rate ? selected - (rate - 1) + (position + 1) % rate : selected;
     const int entries = entries_seen(position + 1, rate);
     return std::min(position + 1, listed) + (selected ? std::min(entries, selected) : entries);
   }

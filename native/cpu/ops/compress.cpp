@@ -17,12 +17,12 @@ class Compress : public BoundOp {
       : core_(b.core),
         in_(b.parts[0].in()),
         bias_(b.parts[0].vector(0)),
-        norm_(b.parts[0].weights.vector(b.parts[0].op.weights[1])),
+        norm_(b.parts[0].op.weights.size() > 1 ? b.parts[0].vector(1) : nullptr),
         eps_((float)b.parts[0].op.number("eps")),
         parts_(b.parts[0].op.flag("overlapping") ? 2 : 1),
         rate_(b.parts[0].op.integer("rate")),
-        dim_((int)norm_.size()),
-        table_(rotary_table(b, b.parts[0].op.integer("table"))),
+        dim_(in_.width / (2 * parts_)),
+        table_(b.parts[0].op.integer("rotary_dim") ? rotary_table(b, b.parts[0].op.integer("table")) : nullptr),
         rows_group_(b.parts[0].op.integer("rows_group")),
         rows_(b.cache.layer(rows_group_, b.parts[0].op.integer("rows_layer"))),
         entries_{b.cache.layer(b.parts[0].op.integer("cache_group"), b.parts[0].op.integer("layer")),
@@ -63,8 +63,8 @@ class Compress : public BoundOp {
           gates(values.size()),
           bias(values.size()),
           entry(op.dim_),
-          cosine(op.table_->half),
-          sine(op.table_->half) {}
+          cosine(op.table_ ? op.table_->half : 0),
+          sine(cosine.size()) {}
   };
 
   char* span_of(const Batch& batch, int slot, int position) const {
@@ -78,7 +78,7 @@ class Compress : public BoundOp {
   }
 
   void complete(const Batch& batch, const Item& item, int entry, Own& own) const {
-    const int first = entry * rate_, width = parts_ * dim_, half = table_->half;
+    const int first = entry * rate_, width = parts_ * dim_;
     int count = 0;
     // The first halves of the positions before, if there are some; then the entry's own positions.
     for (int p = std::max(0, first - (parts_ - 1) * rate_); p < first + rate_; p++, count++) {
@@ -89,19 +89,21 @@ class Compress : public BoundOp {
     }
     float* y = own.entry.data();
     core_.k.softmax_pool(own.values.data(), own.gates.data(), own.bias.data(), count, y, dim_);
-    core_.k.rms_norm(y, norm_.data(), y, dim_, eps_);
-    table_->angles(first, own.cosine.data(), own.sine.data());
-    core_.k.rope_interleaved(y + dim_ - 2 * half, own.cosine.data(), own.sine.data(), half);
+    if (norm_) core_.k.rms_norm(y, norm_, y, dim_, eps_);
+    if (table_) {
+      table_->angles(first, own.cosine.data(), own.sine.data());
+      core_.k.rope_interleaved(y + dim_ - 2 * table_->half, own.cosine.data(), own.sine.data(), table_->half);
+    }
     write_latent(entries_.cache.layout, entries_.row(batch.slot(item.slot), entry), 0, y);
   }
 
   const Core& core_;
   const Tensor in_;
   const float* const bias_;  // [rate, width of gates]
-  const std::vector<float>& norm_;
+  const float* const norm_;  // null: none
   const float eps_;
-  const int parts_, rate_, dim_;  // parts_: 2 if entries overlap
-  const std::shared_ptr<RotaryTable> table_;
+  const int parts_, rate_, dim_;              // parts_: 2 if entries overlap
+  const std::shared_ptr<RotaryTable> table_;  // null: entries are not rotated
   const int rows_group_;
   const LayerCache rows_;
   const EntryCache entries_;

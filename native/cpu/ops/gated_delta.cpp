@@ -28,6 +28,7 @@ class GatedDelta : public DeferredState {
         y_(y),
         heads_(units_ * group_),
         channels_(b.parts[0].op.flag("channels")),
+        bound_(b.parts[0].op.number("lower_bound")),
         dt_bias_(b.parts[0].vector(1)) {
     for (int h = 0; h < heads_; h++) rates_.push_back(-exact::exp(b.parts[0].vector()[h]));
     for (int i = 0; i < core_.pool.size(); i++) rows_.emplace_back(*this);
@@ -77,7 +78,8 @@ class GatedDelta : public DeferredState {
           continue;
         }
         const double a = (double)gates_.row(row + r)[head] + dt_bias_[head];
-        totals[i] = (i ? totals[i - 1] : 0.0) + rates_[head] * exact::softplus(a);
+        totals[i] = (i ? totals[i - 1] : 0.0) +
+                    (bound_ ? bound_ * exact::sigmoid(-rates_[head] * a) : rates_[head] * exact::softplus(a));
         decay(keys + i * key_, totals[i], &own.x[2 * r * key_]);
         decay(&own.q[r * key_], totals[i], &own.x[(2 * r + 1) * key_]);
       }
@@ -114,8 +116,9 @@ class GatedDelta : public DeferredState {
     const float *keys = p.keys + (size_t)ring * key_, *key = keys + i * key_, *query = &own.q[r * key_];
     const size_t begin = (size_t)ring * key_;
     float *decays = p.decays(g, key_) + begin, *factors = p.factors(g, key_) + begin, *x = &own.x[2 * r * key_];
-    k.channel_decays(gates + head * key_, dt_bias_ + head * key_, rates_[head], key_, decays + i * key_,
-                     factors + i * key_);
+    const float *gate = gates + head * key_, *bias = dt_bias_ + head * key_;
+    if (bound_) k.bounded_decays(gate, bias, rates_[head], bound_, key_, decays + i * key_, factors + i * key_);
+    else k.channel_decays(gate, bias, rates_[head], key_, decays + i * key_, factors + i * key_);
     k.decay_rows(keys, factors, i + 1, key_, own.decayed.data(), own.whole.data());
     k.dots(own.decayed.data(), key_, i + 1, key, query, key_, &own.kk[r * kChunk], &own.kq[r * kChunk]);
     for (int c = 0; c < key_; c++) x[c] = key[c] * own.whole[c], x[key_ + c] = query[c] * own.whole[c];
@@ -148,6 +151,7 @@ class GatedDelta : public DeferredState {
   const Tensor x_, gates_, y_;
   const int heads_;
   const bool channels_;
+  const double bound_;  // 0: none
   const float* dt_bias_;
   std::vector<double> rates_;
   std::vector<Rows> rows_;

@@ -6,6 +6,7 @@
 // broken by position, so results do not depend on the division.
 //
 // With a rate, entries take the place of positions. They lie in rows, of which a thread packs a block for the kernels.
+// Selected entries may be output as their positions, with those behind the last entry.
 #include "cpu/ops/indexer.h"
 
 #include <algorithm>
@@ -54,6 +55,8 @@ class Indexer : public BoundOp {
         weights_(b.parts[0].in(1)),
         out_(b.parts[0].out()),
         rate_(b.parts[0].op.integer("rate")),
+        positions_(b.parts[0].op.flag("positions")),
+        count_(positions_ ? out_.width / rate_ : out_.width),
         entries_{cache_, cache_group_, rate_, b.cache.span_size()},
         layout_(rate_ ? packed_layout(cache_.layout, kBlockTokens, 0) : cache_.layout),
         stride_((size_t)context_blocks(seen(b.limits.max_length)) * kBlockTokens),
@@ -68,7 +71,7 @@ class Indexer : public BoundOp {
     int rows = 0;
     for (const Item& item : batch.items) {
       // The first row that sees more than it selects.
-      const long sees = (out_.width + 1L) * std::max(1, rate_) - 1;  // at this position
+      const long sees = (count_ + 1L) * std::max(1, rate_) - 1;  // at this position
       const int first = (int)std::clamp(sees - item.start, 0L, (long)item.count);
       for (int i = first; i < item.count; i += kIndexRows) {
         const int count = std::min(kIndexRows, item.count - i);
@@ -109,8 +112,9 @@ class Indexer : public BoundOp {
     const auto [r0, r1] = part((int)batch.rows.size(), thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
       const Row& row = batch.rows[r];
-      if (const int all = seen(row.position + 1); all <= out_.width)
-        for (int i = 0; i < out_.width; i++) out_.row(r)[i] = i < all ? (float)i : -1.0f;
+      if (const int all = seen(row.position + 1); all <= count_)
+        for (int i = 0, n = positions_ ? row.position + 1 : all; i < out_.width; i++)
+          out_.row(r)[i] = i < n ? (float)i : -1.0f;
       if (rate_) continue;
       const int span = batch.slot(row.slot).spans[cache_group_][row.position / cache_.layout.span_size];
       write_token(cache_.layout, cache_.span(span, 0), row.position % cache_.layout.span_size, keys_.row(r), nullptr);
@@ -178,9 +182,15 @@ class Indexer : public BoundOp {
   }
 
   void select(const RowGroup& group, int i, int thread, const float* row_scores) const {
-    select_largest(row_scores, seen(group.position + i + 1), out_.width,
-                   reinterpret_cast<uint32_t*>(scores(kIndexRows * core_.pool.size() + thread)),
-                   out_.row(group.row + i));
+    float* out = out_.row(group.row + i);
+    const int positions = group.position + i + 1, entries = seen(positions);
+    select_largest(row_scores, entries, count_,
+                   reinterpret_cast<uint32_t*>(scores(kIndexRows * core_.pool.size() + thread)), out);
+    if (!positions_) return;
+    for (int e = count_ - 1; e >= 0; e--)  // from the last one on, which is not written over before it is read
+      for (int first = (int)out[e] * rate_, p = rate_ - 1; p >= 0; p--) out[e * rate_ + p] = (float)(first + p);
+    for (int p = 0; p < rate_ - 1; p++)
+      out[count_ * rate_ + p] = entries * rate_ + p < positions ? (float)(entries * rate_ + p) : -1.0f;
   }
 
   void select_shared(int thread) const {
@@ -196,6 +206,8 @@ class Indexer : public BoundOp {
   const Tensor queries_, weights_, out_;
   Tensor keys_;                            // without a rate
   const int rate_;                         // 0: no entries
+  const bool positions_;                   // what is output: the positions of selected entries
+  const int count_;                        // how many are selected
   const EntryCache entries_;               // with a rate
   const SpanLayout layout_;                // of what is scored
   std::vector<std::vector<char>> packed_;  // of each thread: a block of entries, and its rows

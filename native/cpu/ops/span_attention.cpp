@@ -538,7 +538,7 @@ static std::unique_ptr<BoundOp> bind_latent_attention(const Binding& b) {
   AttentionShape shape;
   shape.head_dim = part.op.integer("latent_dim"), shape.rope_dim = part.op.integer("rope_dim");
   shape.q_heads = shape.group = part.out().width / shape.head_dim, shape.kv_heads = 1;
-  if (part.inputs.size() > 3) shape.selected = part.in(3).width;
+  if (part.inputs.size() > 3) shape.selected = part.in(3).width, shape.rate = part.op.integer("rate");
   const SpanLayout& stored = b.cache.layer(part.op.integer("cache_group"), part.op.integer("layer")).layout;
   return bind_attention(b, shape, packed_layout(stored, kBlockTokens, shape.head_dim));
 }

@@ -78,21 +78,27 @@ void divide(const Core& core, const RowRange& range, int width, int thread, Work
 class MergeStreams : public RowOp {
  public:
   explicit MergeStreams(const Binding& b)
-      : core_(b.core), x_(b.parts[0].in()), weights_(b.parts[0].in(1)), out_(b.parts[0].out()) {}
+      : core_(b.core), x_(b.parts[0].in()), out_(b.parts[0].out()), equal_(x_.width / out_.width) {
+    if (b.parts[0].inputs.size() > 1) weights_ = b.parts[0].in(1);
+    std::fill(equal_.begin(), equal_.end(), 1.0f / equal_.size());
+  }
 
   int rows(const Batch& batch) const override { return x_.rows(batch); }
 
   void run_rows(const Batch&, const RowRange& range, int thread) override {
-    std::vector<const float*> streams(x_.width / out_.width);
+    std::vector<const float*> streams(equal_.size());
     divide(core_, range, out_.width, thread, [&](int r, int c0, int c1) {
       for (size_t i = 0; i < streams.size(); i++) streams[i] = x_.row(r) + i * out_.width + c0;
-      core_.k.weighted_sum(streams.data(), weights_.row(r), (int)streams.size(), out_.row(r) + c0, c1 - c0);
+      const float* weights = weights_.width ? weights_.row(r) : equal_.data();
+      core_.k.weighted_sum(streams.data(), weights, (int)streams.size(), out_.row(r) + c0, c1 - c0);
     });
   }
 
  private:
   const Core& core_;
-  const Tensor x_, weights_, out_;
+  const Tensor x_, out_;
+  Tensor weights_;            // of each row, if they are given
+  std::vector<float> equal_;  // otherwise
 };
 
 class MixStreams : public RowOp {

@@ -19,6 +19,7 @@ int bind_latent_attention(Binding& b, size_t i) {
   if (op.inputs.size() > 3) a.selected = b.in(op, 3).values(), a.selected_width = b.in(op, 3).rows.width;
   a.max_splits = ws.max_splits, a.arrivals = ws.arrivals.as<int>(), a.given_up = b.queue.scratch.given_up;
   if (a.out.values == a.qkv) refuse("op latent_attention in place");
+  if (op.integer("rate")) refuse("op latent_attention to positions of entries");
   const int* where = ws.data->where(op.integer("cache_group"));
   const int wanted = 3 * ws.device.sm_count(), most = ws.max_splits;
   const AttentionAlgo algo = ws.kernels.latent_attention(a.cache, a.group);

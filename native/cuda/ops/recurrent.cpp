@@ -26,7 +26,8 @@ int bind_gated_delta(Binding& b, size_t i) {
   GatedDelta p;
   p.shape = delta_shape(b.workspace.program, op);
   p.x = b.in(op).values(), p.gates = b.in(op, 1).values(), p.y = b.out(op).values();
-  p.a_log = b.vector(op, 0), p.dt_bias = b.vector(op, 1);
+  p.a_log = b.vector(op, 0), p.dt_bias = b.vector(op, 1), p.lower_bound = (float)op.number("lower_bound");
+  if (p.lower_bound != 0 && !p.shape.channels) refuse("op gated_delta with bounded decays of whole heads");
   p.pages = b.workspace.state_pages.at(b.next_state++);
   p.scratch = b.workspace.delta_rows.as(), p.max_rows = b.workspace.limits.max_rows;
   b.launches.push_back([=, data = &*b.workspace.data, queue = b.queue](const Binding::Size& size) {

@@ -9,17 +9,20 @@ namespace recurrent {
 
 constexpr int kBlocks = kChunkRows / kBlock;
 
-// A row's decay of a channel, -exp(A_log) log(1 + exp(a + dt_bias)), and e^decay.
+// A row's decay of a channel, -exp(A_log) log(1 + exp(a + dt_bias)) or, with a bound, bound * sigmoid(exp(A_log) (a +
+// dt_bias)); and e^decay.
 struct ChannelDecay {
   float log, factor;
 
-  __device__ ChannelDecay(float a, float bias, float rate) {
+  __device__ ChannelDecay(float a, float bias, float rate, float bound) {
     const float x = a + bias;
-    log = __fmul_rn(rate, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+    log = bound != 0 ? __fdiv_rn(bound, 1.0f + expf(__fmul_rn(rate, x)))
+                     : __fmul_rn(rate, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
     factor = expf(log);
   }
   __device__ ChannelDecay(const GatedDelta& p, int row, int head, int c)
-      : ChannelDecay(gates_of(p, row)[head * p.shape.key + c], p.dt_bias[head * p.shape.key + c], rate_of(p, head)) {}
+      : ChannelDecay(gates_of(p, row)[head * p.shape.key + c], p.dt_bias[head * p.shape.key + c], rate_of(p, head),
+                     p.lower_bound) {}
 
   __device__ static const float* gates_of(const GatedDelta& p, int row) {
     return p.gates + (size_t)row * p.shape.heads * (p.shape.key + 1);
@@ -165,7 +168,7 @@ struct ChannelWork {
 #pragma unroll
       for (int u = 0; u < kOfLane; u++)
         if (const int c = lane + 32 * u; c < padded) {
-          const ChannelDecay decay(decays.x[u], bias.x[u], rate);
+          const ChannelDecay decay(decays.x[u], bias.x[u], rate, a.p.lower_bound);
           m.behind[i + c] = c < s.key ? decay.factor : 1.0f, m.pairs[i + c] = c < s.key ? decay.log : 0.0f;
         }
     }

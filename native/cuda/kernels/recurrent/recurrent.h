@@ -72,6 +72,7 @@ struct GatedDelta {
   float* y = nullptr;            // [rows, heads * value]
   const float* skip = nullptr;   // [heads]: D
   double least_step = 0, most_step = 0;
+  float lower_bound = 0;                             // of decays of channels; 0: none
   const float *a_log = nullptr, *dt_bias = nullptr;  // [heads], [decays]
   char* scratch = nullptr;
   int max_rows = 0;  // that the scratch memory is for
