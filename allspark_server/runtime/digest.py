@@ -254,6 +254,10 @@ def gpu_digests(index: int) -> dict[str, str]:
               for cache in UNQUANTIZED}
     wide = latent("bfloat16", 0, "bfloat16", empty, (64, 512), selected=200)
     found["indexer mma"] = run(wide, (3, 63, 290), groups=2)
+    found |= {f"compressed {cache}": run(compressed("float32", 0, cache, empty), (3, 63, 130), groups=len(GROUPS))
+              for cache in UNQUANTIZED}
+    found["compressed mma"] = run(compressed("bfloat16", 0, "bfloat16", empty, 512, 4), (3, 63, 290),
+                                  groups=len(GROUPS))
     found |= {f"cache {cache}": run(decoder("bfloat16", 0, cache, empty=empty), (LONG,)) for cache in UNQUANTIZED}
     found |= {f"heads {dtype} {large}": run(several_heads(dtype, 0, dtype, empty, large), (3, 63, 290), groups=2)
               for dtype, large in (("float32", 40), ("bfloat16", 128), ("bfloat16", 512))}

@@ -269,10 +269,17 @@ AttentionChoice choose_attention(const Chip& chip, CacheType type, int dim, bool
   return choice;
 }
 
+static AttentionAlgo choose_rows(const Chip& chip, CacheType type, bool known) {
+  return known && type == CacheType::dtype16 && latent_fits(chip.shared_bytes, 1) ? AttentionAlgo::mma
+                                                                                  : AttentionAlgo::simt;
+}
+
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim) {
-  const bool has_mma = type == CacheType::dtype16 && latent_dim == kLatentDim &&
-                       (rope_dim == kLatentRope || rope_dim == 0) && latent_fits(chip.shared_bytes, 1);
-  return has_mma ? AttentionAlgo::mma : AttentionAlgo::simt;
+  return choose_rows(chip, type, latent_dim == kLatentDim && rope_dim == kLatentRope);
+}
+
+AttentionAlgo choose_compressed_attention(const Chip& chip, CacheType type, int head_dim) {
+  return choose_rows(chip, type, head_dim == kLatentDim);
 }
 
 GemmTable gemm_table(const Chip& chip, const Gemm& gemm) {
@@ -316,7 +323,7 @@ AttentionAlgo KernelTable::latent_attention(const LayerCache& cache, int group) 
 }
 
 AttentionAlgo KernelTable::compressed_attention(const LayerCache& cache, int group) {
-  const AttentionAlgo algo = choose_latent_attention(chip, cache.type, cache.head_dim, 0);
+  const AttentionAlgo algo = choose_compressed_attention(chip, cache.type, cache.head_dim);
   const std::string shape = std::string(cache.type == CacheType::f32 ? "float32" : "16 bits") + ", rows of " +
                             std::to_string(cache.head_dim) + ", tiles of " + std::to_string(group) + " heads";
   for (const auto& [other, _] : compressed_)

@@ -50,9 +50,10 @@ bool has_expert_gemv(const Chip& chip, const Matrix& up, const Matrix& down);
 // biased: with ALiBi slopes.
 AttentionChoice choose_attention(const Chip& chip, CacheType type, int head_dim, bool biased);
 
-// mma for rows of kLatentDim + kLatentRope features of 16 bits, otherwise simt. rope_dim 0: attention over compressed
-// positions, whose rows have kLatentDim features.
+// mma for rows of kLatentDim + kLatentRope features of 16 bits, otherwise simt.
 AttentionAlgo choose_latent_attention(const Chip& chip, CacheType type, int latent_dim, int rope_dim);
+// The same for rows of kLatentDim features.
+AttentionAlgo choose_compressed_attention(const Chip& chip, CacheType type, int head_dim);
 
 // Choices by number of rows. Each range ends at `last` (INT_MAX: no limit).
 template <typename Choice>

@@ -88,7 +88,7 @@ static LayerCache layer_of(const Program& program, const OpNode& op, const Limit
   const bool latent = op.is(Op::latent_attention);
   LayerCache layer{nullptr, limits.cache_type, limits.span_size, 0, 0, 0};
   layer.head_dim = op.integer(latent ? "latent_dim" : "head_dim"), layer.dtype = limits.cache_dtype;
-  if (latent) layer.rope_dim = op.integer("rope_dim");
+  if (latent) layer.rope_dim = op.integer("rope_dim"), layer.rows = true;
   layer.kv_heads = latent ? LatentHeads(latent_heads(program, op)).tiles : op.integer("kv_heads");
   const int row = layer.head_dim + layer.rope_dim, most = latent ? kLargestRow : kLargestHead;
   layer.padded_dim = (row + 7) / 8 * 8;
@@ -363,8 +363,8 @@ void Workspace::allocate_cache() {
     if (op.is(Op::compress)) {
       keep("rows_group", "rows_layer", row_cache(limits.span_size, program.in(op).width, CacheType::f32));
       keep("cache_group", "layer",
-           row_cache(entries_of_span(limits.span_size, op.integer("rate")), program.weights()[op.weights[1]].n,
-                     limits.cache_type));
+           row_cache(entries_of_span(limits.span_size, op.integer("rate")),
+                     program.in(op).width / (op.flag("overlapping") ? 4 : 2), limits.cache_type));
     }
     if (op.is(Op::indexer)) {
       scores = true;

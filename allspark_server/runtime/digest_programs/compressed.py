@@ -16,17 +16,19 @@ STREAMS, WINDOW, ROTATED, SELECTED = 3, 29, 16, 9
 GROUPS = (("full", 0), ("full", 0), ("sliding", 40), ("sliding", 50))
 
 
-def compressed(weights: str, group: int, cache: str, empty: Callable = on_cpu) -> Any:
+def compressed(weights: str, group: int, cache: str, empty: Callable = on_cpu, dim: int = HEAD_DIM,
+               count: int = STREAMS) -> Any:
     """An executor with two layers: one whose entries overlap and of which an indexer selects, with experts by a table;
-    and one with entries of all its positions, with experts that a router chooses. A third has a window alone.
+    and one with entries of all its positions, with experts that a router chooses. A third has a window alone. dim: of
+    a head. count: of residual streams; of four the sum is normed.
     """
     native, e = native_library(), empty()
     matrix, vector = weights_of(e, weights, group, iter(range(901, 1000)))
-    wide, every = STREAMS * HIDDEN, STREAMS * (2 + STREAMS)
+    wide, every = count * HIDDEN, count * (2 + count)
     x, twice, streams, normed, mixing, pre, h, y, queries, kept, attended, pair, inner, last, logits = (
         e.add_tensor(size, rows) for size, rows in (
-            (HIDDEN, False), (2 * HIDDEN, False), (wide, False), (wide, False), (every, False), (STREAMS, False),
-            (HIDDEN, False), (HIDDEN, False), (HEADS * HEAD_DIM, False), (HEAD_DIM, False), (HEADS * HEAD_DIM, False),
+            (HIDDEN, False), (2 * HIDDEN, False), (wide, False), (wide, False), (every, False), (count, False),
+            (HIDDEN, False), (HIDDEN, False), (HEADS * dim, False), (dim, False), (HEADS * dim, False),
             (2 * INNER, False), (INNER, False), (HIDDEN, True), (VOCAB, True)))
     for kind, window in GROUPS:
         e.add_cache_group(kind, window)
@@ -36,21 +38,24 @@ def compressed(weights: str, group: int, cache: str, empty: Callable = on_cpu) -
         e.add_op("rotary_table", [], [], [e.add_vector(frequencies)], {"rotary_dim": ROTATED, "table": table})
     e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
     e.add_op("concat", [x, x], [twice], [], {})
-    e.add_op("concat", [twice, x], [streams], [], {})
+    e.add_op("concat", [twice, twice if count == 4 else x], [streams], [], {})
+    merged = e.add_tensor(HIDDEN, False) if count == 4 else h
 
     def merge(out: int, behind: bool = False) -> None:
         """The weighted sum of the streams, whose weights are then in `mixing`."""
-        found, width = (pre, STREAMS) if behind else (mixing, every)
+        found, width = (pre, count) if behind else (mixing, every)
         e.add_op("rms_norm", [streams], [normed], [vector(wide, 1)], {"eps": 1e-6})
         e.add_op("linear", [normed], [found], [matrix(width, wide, dtype="float32")], {})
         e.add_op("stream_weights", [found], [], [vector(1 if behind else 3, 1), vector(width)],
-                 {"streams": STREAMS, "iterations": 4, "eps": 1e-4})
-        e.add_op("merge_streams", [streams, found], [out], [], {})
+                 {"streams": count, "iterations": 4, "eps": 1e-4})
+        e.add_op("merge_streams", [streams, found], [out if behind else merged], [], {})
+        if merged != h and not behind:
+            e.add_op("rms_norm", [merged], [h], [vector(HIDDEN, 1)], {"eps": 1e-6})
 
-    def rotate(rows: int, heads: int, table: int, dim: int = HEAD_DIM, **more: int) -> None:
+    def rotate(rows: int, heads: int, table: int, size: int = dim, **more: int) -> None:
         e.add_op("rope", [rows], [], [], {
-            "head_dim": dim, "rotary_dim": ROTATED, "skip": dim - ROTATED, "offset": 0, "heads": heads, "table": table,
-            "pairs": "interleaved", **more})
+            "head_dim": size, "rotary_dim": ROTATED, "skip": size - ROTATED, "offset": 0, "heads": heads,
+            "table": table, "pairs": "interleaved", **more})
 
     def compress(rate: int, width: int, table: int, place: dict[str, int], overlapping: int = 0) -> None:
         size = (1 + overlapping) * width
@@ -61,12 +66,12 @@ def compressed(weights: str, group: int, cache: str, empty: Callable = on_cpu) -
 
     def attend(layer: int, table: int, **more: int) -> None:
         seen = [queries, kept]
-        e.add_op("linear", [h], [queries], [matrix(HEADS * HEAD_DIM, HIDDEN)], {})
-        e.add_op("linear", [h], [kept], [matrix(HEAD_DIM, HIDDEN)], {})
+        e.add_op("linear", [h], [queries], [matrix(HEADS * dim, HIDDEN)], {})
+        e.add_op("linear", [h], [kept], [matrix(dim, HIDDEN)], {})
         for rows, heads in ((queries, HEADS), (kept, 1)):
             rotate(rows, heads, table)
         if layer == 0:
-            compress(4, HEAD_DIM, table, {"layer": 0, "cache_group": 0, "rows_layer": 0, "rows_group": 3}, 1)
+            compress(4, dim, table, {"layer": 0, "cache_group": 0, "rows_layer": 0, "rows_group": 3}, 1)
             compress(4, 24, table, {"layer": 1, "cache_group": 0, "rows_layer": 1, "rows_group": 3}, 1)
             asked, factors, chosen = (e.add_tensor(size, False) for size in (HEADS * 24, HEADS, SELECTED))
             e.add_op("linear", [h], [asked], [matrix(HEADS * 24, HIDDEN)], {})
@@ -75,11 +80,11 @@ def compressed(weights: str, group: int, cache: str, empty: Callable = on_cpu) -
             e.add_op("indexer", [asked, factors], [chosen], [], {"layer": 1, "cache_group": 0, "rate": 4})
             seen.append(chosen)
         elif layer == 1:
-            compress(11, HEAD_DIM, table, {"layer": 2, "cache_group": 1, "rows_layer": 2, "rows_group": 3})
+            compress(11, dim, table, {"layer": 2, "cache_group": 1, "rows_layer": 2, "rows_group": 3})
         e.add_op("compressed_attention", seen, [attended], [vector(HEADS)],
                  {"layer": layer, "cache_group": 2, "window": WINDOW, "scale": 0.125, **more})
         rotate(attended, HEADS, table, inverse=1)
-        e.add_op("linear", [attended], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)], {})
+        e.add_op("linear", [attended], [y], [matrix(HIDDEN, HEADS * dim)], {})
 
     def experts(by_token: int) -> None:
         routed = e.add_row_set(native.ALL_ROWS, TOP)

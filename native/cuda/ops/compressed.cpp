@@ -12,14 +12,17 @@ int bind_compress(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   Workspace& ws = b.workspace;
   const int rows_group = op.integer("rows_group"), group = op.integer("cache_group");
-  const auto table = ws.rotary_tables.find(op.integer("table"));
-  if (table == ws.rotary_tables.end())
-    throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
   Compressor p;
   p.rows = ws.cache_at(rows_group, op.integer("rows_layer"));
   p.entries = ws.entries_of(group, op.integer("layer"), op.integer("rate"));
   p.x = b.in(op).values(), p.bias = b.vector(op, 0), p.norm = {b.vector(op, 1), (float)op.number("eps")};
-  p.parts = op.flag("overlapping") ? 2 : 1, p.table = table->second;
+  if (op.integer("rotary_dim")) {
+    const auto table = ws.rotary_tables.find(op.integer("table"));
+    if (table == ws.rotary_tables.end())
+      throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
+    p.table = table->second;
+  }
+  p.parts = op.flag("overlapping") ? 2 : 1;
   p.positions = ws.data->positions(), p.where = ws.data->where(rows_group), p.row_tables = ws.data->row_tables();
   p.tables = ws.data->tables(rows_group), p.entry_tables = ws.data->tables(group);
   b.add_launch(kAllRows, [=, queue = b.queue](int rows) { compress(p, rows, queue); });

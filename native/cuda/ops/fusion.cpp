@@ -101,7 +101,9 @@ bool has_row_kernels_at(const Binding& b, size_t router) {
 bool merges_and_norms(const Binding& b, size_t i) {
   if (i + 2 >= b.ops.size()) return false;
   const OpNode &op = b.ops[i], &merge = b.ops[i + 1], &norm = b.ops[i + 2];
-  if (!op.is(Op::stream_weights) || !merge.is(Op::merge_streams) || merge.inputs[1] != op.inputs[0]) return false;
+  if (!op.is(Op::stream_weights) || !merge.is(Op::merge_streams) || merge.inputs.size() < 2 ||
+      merge.inputs[1] != op.inputs[0])
+    return false;
   const int streams = op.integer("streams"), merged = merge.outputs[0], width = b.out(merge).rows.width;
   if (!norm.is(Op::rms_norm) || norm.inputs[0] != merged || norm.outputs[0] == merged || width > kMostMerged ||
       streams > kMostMergedStreams || b.in(merge).rows.width != streams * width || read_from(b.ops, i + 3, merged))

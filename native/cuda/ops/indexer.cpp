@@ -12,6 +12,7 @@ namespace {
 int bind_indexer(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
   Workspace& ws = b.workspace;
+  if (op.flag("positions")) refuse("op indexer that outputs the positions of entries");
   const int rate = op.integer("rate"),
             max_length = rate ? std::max(ws.limits.max_length / rate, 1) : ws.limits.max_length;
   Attention stored;

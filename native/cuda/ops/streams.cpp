@@ -26,8 +26,9 @@ int bind_stream_weights(Binding& b, size_t i) {
 
 int bind_merge_streams(Binding& b, size_t i) {
   const OpNode& op = b.ops[i];
-  b.add_launch(b.in(op).row_set, [x = b.in(op), weights = b.in(op, 1), y = b.out(op), queue = b.queue](int rows) {
-    merge_streams(x.values(), x.rows.width / y.rows.width, weights.values(), weights.rows.width, rows, y.rows, queue);
+  const Rows weights = op.inputs.size() > 1 ? b.in(op, 1).rows : Rows();
+  b.add_launch(b.in(op).row_set, [=, x = b.in(op), y = b.out(op), queue = b.queue](int rows) {
+    merge_streams(x.values(), x.rows.width / y.rows.width, weights.values, weights.width, rows, y.rows, queue);
   });
   return 0;
 }

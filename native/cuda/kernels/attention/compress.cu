@@ -69,8 +69,10 @@ __global__ void __launch_bounds__(kThreads) compress_kernel(const __grid_constan
     });
     entry[i] = sum / total, squares = fmaf(entry[i], entry[i], squares);
   }
-  const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, kThreads) / dim + p.norm.eps);
-  for (int i = threadIdx.x; i < dim; i += kThreads) entry[i] = entry[i] * factor * p.norm.weight[i];
+  if (p.norm.weight) {
+    const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, kThreads) / dim + p.norm.eps);
+    for (int i = threadIdx.x; i < dim; i += kThreads) entry[i] = entry[i] * factor * p.norm.weight[i];
+  }
   __syncthreads();
   for (int pair = threadIdx.x; pair < p.table.dim / 2; pair += kThreads) {
     double sine, cosine;

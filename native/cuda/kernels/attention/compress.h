@@ -5,7 +5,8 @@
 namespace as::cuda {
 
 // rows: what the cache keeps of each position, in float32, [values | gates] of `parts` times the entries' width; x: the
-// same of a step's rows. bias: of the gates, [rate, half of a row]. Entries are rotated by their first position.
+// same of a step's rows. bias: of the gates, [rate, half of a row]. Entries are normed, if the norm has a weight, and
+// rotated by their first position, if the table has angles.
 struct Compressor {
   LayerCache rows;
   EntryCache entries;

@@ -26,14 +26,15 @@ __global__ void __launch_bounds__(kThreads)
   after_previous();
   const int row = blockIdx.y, width = y.width, column = (blockIdx.x * kThreads + threadIdx.x) * kEach;
   if (column >= width) return;
-  const float *own = x + (size_t)row * streams * width, *pre = weights + (size_t)row * weights_width;
+  const float *own = x + (size_t)row * streams * width,
+              *pre = weights ? weights + (size_t)row * weights_width : nullptr;
   float sums[kEach] = {};
 #pragma unroll 4
   for (int i = 0; i < streams; i++) {
     float values[kEach];
     read_columns<kWhole>(own + (size_t)i * width, column, width, values);
 #pragma unroll
-    for (int j = 0; j < kEach; j++) sums[j] = fmaf(pre[i], values[j], sums[j]);
+    for (int j = 0; j < kEach; j++) sums[j] = fmaf(pre ? pre[i] : 1.0f / streams, values[j], sums[j]);
   }
   write_columns<kWhole>(y.values + (size_t)row * width, column, width, sums);
 }

@@ -19,7 +19,8 @@ void stream_weights(float* x, const StreamWeights& by, int rows, const Queue& qu
 constexpr int kMostMerged = 8192, kMostMergedStreams = 16;  // columns of a stream
 void merge_and_norm(const float* x, const StreamWeights& by, float* weights, const Norm& norm, int rows,
                     const Rows& out, const Queue& queue);
-// y [rows, width]: the sum of the streams of x times the first weights of [rows, weights_width].
+// y [rows, width]: the sum of the streams of x times the first weights of [rows, weights_width], or, if these are null,
+// their mean.
 void merge_streams(const float* x, int streams, const float* weights, int weights_width, int rows, const Rows& y,
                    const Queue& queue);
 // Stream k of x becomes post[k] * y + the sum over j of mix[j][k] * stream j. y [rows, width]
