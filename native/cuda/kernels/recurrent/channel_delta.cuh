@@ -41,6 +41,23 @@ struct ChannelRing {
   }
 };
 
+// Writes keys and decays of an item's rows since the state's position to the ring, by a CTA.
+__device__ inline void keep_channel_rows(const DeltaArgs& a, const StateItem& item, int head) {
+  const DeltaShape& s = a.p.shape;
+  const int key_head = head / a.group, begin = max(item.start, kept_of(item)), end = item.start + item.count;
+  const ChannelRing ring(a, item.slot, head);
+  for (int position = begin + threadIdx.x / 32; position < end; position += blockDim.x / 32) {
+    const int row = item.row + position - item.start;
+    const size_t place = (size_t)(position % kRing) * s.key;
+    if (head % a.group == 0)
+      take_head<true>(a.p.x + (size_t)row * a.width + a.k_at + key_head * s.key, s.key, s.key, 1.0f, ring.keys + place);
+    for (int c = threadIdx.x % 32; c < s.key; c += 32) {
+      const ChannelDecay decay(a.p, row, head, c);
+      ring.decays[place + c] = decay.log, ring.factors[place + c] = decay.factor;
+    }
+  }
+}
+
 // A warp returns what row i of a block takes of each of its rows: for its key in lanes 0 to 15, for its query in lanes
 // 16 to 31. `left` becomes the factors of the block's rows up to row i, of channels lane, lane + 32, ....
 __device__ inline float weigh_in_block(const float* keys, const float* query, const float* factors, int stride,
@@ -179,9 +196,9 @@ struct ChannelWork {
   __device__ void weigh() {
     if (first + count == kChunkRows) {
       for (int c = threadIdx.x; c < padded; c += kThreads) {
-        double sum = 0;
-        for (int j = 0; j < kChunkRows; j++) sum += m.pairs[j * stride + c];
-        m.whole[c] = expf((float)sum);
+        double sums[2] = {};  // of each half of the chunk
+        for (int j = 0; j < kChunkRows; j++) sums[j / (kChunkRows / 2)] += m.pairs[j * stride + c];
+        m.whole[c] = expf((float)__dadd_rn(sums[0], sums[1]));
       }
       __syncthreads();
     }
