@@ -19,12 +19,10 @@ template <int kC>
 __global__ void __launch_bounds__(ChannelWork<kC>::kThreads, 1) channel_kernel(DeltaArgs a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   using Work = ChannelWork<kC>;
-  after_previous();
+  let_next_begin();
   const DeltaShape& s = a.p.shape;
   const int head = blockIdx.y, begin = blockIdx.x * kC, width = min(kC, s.value - begin);
-  for (int z = blockIdx.z; z < rows.short_items; z += gridDim.z) {
-    const StateItem item = rows.items[z];
-    if (item.slot < 0 || is_one_row(item)) continue;
+  const auto compute = [&](const StateItem& item) {
     Work work(memory, a, item, head, begin);
     const HeadState<kC, Work::kStride> state{work.m.state,
                                              a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value + begin,
@@ -58,7 +56,14 @@ __global__ void __launch_bounds__(ChannelWork<kC>::kThreads, 1) channel_kernel(D
     if (item.start == 0 && kept == 0) state.clear();
     if (begin == 0) keep_channel_rows(a, item, head);
     __syncthreads();
+  };
+  for (int z0 = blockIdx.z; z0 < rows.short_items; z0 += 32 * gridDim.z) {
+    const int own = z0 + threadIdx.x % 32 * gridDim.z;  // a lane's item
+    const StateItem item = own < rows.short_items ? rows.items[own] : StateItem{-1, 0, 0, 0, 0, 0, 0};
+    for (unsigned left = __ballot_sync(~0u, item.slot >= 0 && !is_one_row(item)); left; left &= left - 1)
+      await_previous(), compute(rows.items[z0 + (__ffs(left) - 1) * gridDim.z]);
   }
+  await_previous();  // also without items: the next kernel may not begin before the previous one has ended
 }
 
 // The more values a CTA has, the more warps it has, and the fewer CTAs weigh the same rows.
