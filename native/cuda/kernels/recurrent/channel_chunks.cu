@@ -10,8 +10,6 @@ namespace recurrent {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kOfLane = kMostKeyDim / 32;         // channels of a lane
-constexpr int kRowsOfWarp = kChunkRows / kWarps;  // two of each block
 
 // A row's key (part 0) or query, times the factors of its chunk's rows up to it.
 __device__ float* weighed_row(const DeltaArgs& a, int row, int head, int part) {
@@ -119,39 +117,42 @@ __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head,
   }
   __syncthreads();
 
-  // Within blocks. A warp has two rows of each, one near its begin and one near its end.
-  const auto own_row = [&](int n) { return n / 2 * kBlock + (n % 2 ? kBlock - 1 - warp : warp); };
-  float passed[kRowsOfWarp][kOfLane];  // factors of a row's block up to it
+  // Within blocks, from their ends on, since later rows read earlier ones: a warp weighs four rows of the latter half
+  // of a block, and then four of the former half. Two of them have a block; what they do adds up to the same.
+  const int own = warp / 2 * kBlock;
+  float left[kBlocks / 2];  // of the thread's channel, in two blocks: the factors of the rows behind
 #pragma unroll
-  for (int n = 0; n < kRowsOfWarp; n++)
-    if (const int i = own_row(n); i >= first && i < first + count) {
-      const int block = i / kBlock * kBlock;
-      const float taken = weigh_in_block(m.keys + block * stride, m.queries + i * stride, m.behind + block * stride,
-                                         stride, padded, i % kBlock, passed[n]);
-      pairs_row(a, row + i - first, head, lane / kBlock)[block + lane % kBlock] = taken;
+  for (float& each : left) each = 1;
+#pragma unroll 1
+  for (int turn = 0; turn < 2; turn++) {
+    const int four = turn ? warp % 2 * 4 : 12 - warp % 2 * 4,
+              i = own + four + lane / 8;  // the first of the rows; a lane's
+    const bool there = own + four + 4 > first && own + four < first + count, is_new = i >= first && i < first + count;
+    LaneChannels key, query;
+    if (there) {
+      key.load(m.keys + i * stride, padded), query.load(m.queries + i * stride, padded);
+      const float4 taken = weigh_in_block(m.keys + own * stride, m.behind + own * stride, stride, padded, i % kBlock,
+                                          four + 3, key, query);
+      if (is_new) put_four(pairs_row(a, row + i - first, head, lane / 4 % 2) + own + lane % 4 * 4, taken);
     }
-  __syncthreads();
-  for (int n = tid; n < (first + count) / kBlock * kMostKeyDim; n += kThreads)  // of whole blocks
-    if (const int b = n / kMostKeyDim; c < padded) {
-      float left = 1;
+    __syncthreads();
+    if (c < padded)
 #pragma unroll
-      for (int j = (b + 1) * kBlock - 1; j >= b * kBlock; j--) {
-        const float factor = m.behind[j * stride + c];
-        m.behind[j * stride + c] = __fmul_rn(m.keys[j * stride + c], left);
-        left = __fmul_rn(left, factor);
-      }
-      m.chain(b + 1, b)[c] = left;
-    }
-  __syncthreads();
+      for (int n = 0; n < kBlocks / 2; n++)
+        if (const int b = 2 * n + half; (b + 1) * kBlock <= first + count) {  // a whole block
+          const int end = b * kBlock + (turn ? kBlock / 2 : kBlock);
 #pragma unroll
-  for (int n = 0; n < kRowsOfWarp; n++)
-    if (const int i = own_row(n); i >= first && i < first + count)
-#pragma unroll
-      for (int u = 0; u < kOfLane; u++)
-        if (const int c = lane + 32 * u; c < padded) {
-          m.keys[i * stride + c] = __fmul_rn(m.keys[i * stride + c], passed[n][u]);
-          m.queries[i * stride + c] = __fmul_rn(m.queries[i * stride + c], passed[n][u]);
+          for (int j = end - 1; j >= end - kBlock / 2; j--) {
+            const float factor = m.behind[j * stride + c];
+            m.behind[j * stride + c] = __fmul_rn(m.keys[j * stride + c], left[n]);
+            left[n] = __fmul_rn(left[n], factor);
+          }
+          if (turn) m.chain(b + 1, b)[c] = left[n];
         }
+    __syncthreads();
+    if (there && is_new) key.store(m.keys + i * stride, padded), query.store(m.queries + i * stride, padded);
+  }
+  __syncthreads();
   if (tid < padded) {
     for (int to = 0; to <= kBlocks; to++) m.chain(to, to)[tid] = 1;
     for (int to = 2; to <= (first + count) / kBlock; to++)
@@ -160,27 +161,26 @@ __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head,
   }
   __syncthreads();
 
-  // Between blocks: what the keys (part 0) or queries of block i take of block j.
+  // Between blocks: what the rows of block i take of those of block j.
   int task = 0;
   for (int i = first / kBlock; count && i <= (first + count - 1) / kBlock; i++)
-    for (int j = 0; j < i; j++)
-      for (int part = 0; part < 2; part++, task++) {
-        if (task % kWarps != warp) continue;
-        float products[2][1][4] = {};
-        const float *of_rows = (part ? m.queries : m.keys) + (i * kBlock + g) * stride + t,
-                    *between = m.chain(i, j + 1) + t;
+    for (int j = 0; j < i; j++, task++) {
+      if (task % kWarps != warp) continue;
+      float products[4][1][4] = {};  // tiles of 8 rows: keys', keys', queries', queries'
+      const float *of_rows = m.keys + (i * kBlock + g) * stride + t, *between = m.chain(i, j + 1) + t;
+      const int queries = m.queries - m.keys;
 #pragma unroll 2
-        for (int k = 0; k < padded; k += 8)
-          multiply_keys(products, m.behind + j * kBlock * stride + k, stride, [&](int n, int half) {
-            return __fmul_rn(of_rows[n * 8 * stride + k + half * 4], between[k + half * 4]);
-          });
+      for (int k = 0; k < padded; k += 8)
+        multiply_keys(products, m.behind + j * kBlock * stride + k, stride, [&](int n, int half) {
+          return __fmul_rn(of_rows[n / 2 * queries + n % 2 * 8 * stride + k + half * 4], between[k + half * 4]);
+        });
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+      for (int n = 0; n < 4; n++)
 #pragma unroll
-          for (int e = 0; e < 4; e++)
-            if (const int r = i * kBlock + n * 8 + 2 * t + e % 2; r >= first && r < first + count)
-              pairs_row(a, row + r - first, head, part)[j * kBlock + g + e / 2 * 8] = products[n][0][e];
-      }
+        for (int e = 0; e < 4; e++)
+          if (const int r = i * kBlock + n % 2 * 8 + 2 * t + e % 2; r >= first && r < first + count)
+            pairs_row(a, row + r - first, head, n / 2)[j * kBlock + g + e / 2 * 8] = products[n][0][e];
+    }
 
   // For the products with the state.
   const int lanes = padded / 4;  // of a row

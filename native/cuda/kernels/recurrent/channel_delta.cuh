@@ -14,8 +14,12 @@ struct ChannelDecay {
   float log, factor;
 
   __device__ ChannelDecay(float a, float bias, float rate) {
-    const float x = a + bias;
-    log = __fmul_rn(rate, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+    // log(1 + e), e <= 1, by the series of artanh(e / (2 + e)): half of the operations of log1pf().
+    const float x = a + bias, e = expf(-fabsf(x)), s = __fdividef(e, 2.0f + e), z = s * s;
+    float sum = fmaf(z, 1.0f / 13, 1.0f / 11);
+    sum = fmaf(z, sum, 1.0f / 9), sum = fmaf(z, sum, 1.0f / 7), sum = fmaf(z, sum, 1.0f / 5);
+    sum = fmaf(z, sum, 1.0f / 3);
+    log = __fmul_rn(rate, fmaxf(x, 0.0f) + 2.0f * fmaf(s * z, sum, s));
     factor = expf(log);
   }
   __device__ ChannelDecay(const GatedDelta& p, int row, int head, int c)
@@ -58,42 +62,88 @@ __device__ inline void keep_channel_rows(const DeltaArgs& a, const StateItem& it
   }
 }
 
-// A warp returns what row i of a block takes of each of its rows: for its key in lanes 0 to 15, for its query in lanes
-// 16 to 31. `left` becomes the factors of the block's rows up to row i, of channels lane, lane + 32, ....
-__device__ inline float weigh_in_block(const float* keys, const float* query, const float* factors, int stride,
-                                       int padded, int i, float (&left)[kMostKeyDim / 32]) {
-  constexpr int kEach = kMostKeyDim / 32;
-  const int lane = threadIdx.x % 32;
-  float own_key[kEach], own_query[kEach], parts[2 * kBlock];
+// A row's channels, of which each of eight lanes has 16: lane n four from 4 n + 32 u on, u < 4.
+struct LaneChannels {
+  static constexpr int kFours = kMostKeyDim / 32;
+  float x[kFours][4];
+
+  // Where four of the lane's channels are in a row; behind the row's end, others are read, but not used.
+  __device__ static int place(int u, int padded) { return min(32 * u + threadIdx.x % 8 * 4, padded - 4); }
+  __device__ static bool has(int u, int padded) { return 32 * u + (int)threadIdx.x % 8 * 4 < padded; }
+
+  __device__ void set(float value) {
 #pragma unroll
-  for (int u = 0; u < kEach; u++) {
-    const int c = lane + 32 * u;
-    own_key[u] = c < padded ? keys[i * stride + c] : 0.0f, own_query[u] = c < padded ? query[c] : 0.0f, left[u] = 1;
+    for (int n = 0; n < 4 * kFours; n++) x[n / 4][n % 4] = value;
   }
+  __device__ void load(const float* row, int padded) {
 #pragma unroll
-  for (int j = kBlock - 1; j >= 0; j--) {
-    float of_key = 0, of_query = 0;
-    if (j <= i)
-#pragma unroll
-      for (int u = 0; u < kEach; u++)
-        if (const int c = lane + 32 * u; c < padded) {
-          const float decayed = __fmul_rn(keys[j * stride + c], left[u]);
-          of_key = fmaf(decayed, own_key[u], of_key), of_query = fmaf(decayed, own_query[u], of_query);
-          left[u] = __fmul_rn(left[u], factors[j * stride + c]);
-        }
-    parts[j] = of_key, parts[kBlock + j] = of_query;
-  }
-  // Sums over the lanes: each step halves the sums of which a lane has a part.
-#pragma unroll
-  for (int half = kBlock; half > 0; half /= 2) {
-    const bool upper = lane & half;
-#pragma unroll
-    for (int n = 0; n < half; n++) {
-      const float sent = upper ? parts[n] : parts[n + half], kept = upper ? parts[n + half] : parts[n];
-      parts[n] = kept + __shfl_xor_sync(~0u, sent, half);
+    for (int u = 0; u < kFours; u++) {
+      const float4 four = has(u, padded) ? four_at(row + place(u, padded)) : make_float4(0, 0, 0, 0);
+      x[u][0] = four.x, x[u][1] = four.y, x[u][2] = four.z, x[u][3] = four.w;
     }
   }
-  return lane % kBlock < i + lane / kBlock ? parts[0] : 0.0f;
+  __device__ void store(float* row, int padded) const {
+#pragma unroll
+    for (int u = 0; u < kFours; u++)
+      if (has(u, padded)) put_four(row + place(u, padded), make_float4(x[u][0], x[u][1], x[u][2], x[u][3]));
+  }
+  __device__ void multiply(const LaneChannels& by) {
+#pragma unroll
+    for (int n = 0; n < 4 * kFours; n++) x[n / 4][n % 4] = __fmul_rn(x[n / 4][n % 4], by.x[n / 4][n % 4]);
+  }
+};
+
+// What a row takes of row j of its block, as far as the lane's channels tell. left: the factors of the rows behind j up
+// to the row itself, and then also of row j if `seen`.
+__device__ inline void take_row(const LaneChannels& key, const LaneChannels& query, const float* key_j,
+                                const float* factors_j, int padded, bool seen, LaneChannels& left, float& of_key,
+                                float& of_query) {
+  of_key = of_query = 0;
+#pragma unroll
+  for (int u = 0; u < LaneChannels::kFours; u++) {
+    const int at = LaneChannels::place(u, padded);
+    const float4 keys = four_at(key_j + at), factors = four_at(factors_j + at);
+    const float k[4] = {keys.x, keys.y, keys.z, keys.w}, f[4] = {factors.x, factors.y, factors.z, factors.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float decayed = __fmul_rn(k[e], left.x[u][e]);
+      of_key = fmaf(decayed, key.x[u][e], of_key), of_query = fmaf(decayed, query.x[u][e], of_query);
+      if (seen) left.x[u][e] = __fmul_rn(left.x[u][e], f[e]);
+    }
+  }
+}
+
+// A warp weighs four rows of a block of 16, eight lanes each. `key` and `query` are a lane's part of row i of the block
+// and become these times the factors of the block up to row i. top: the last of the four rows. Lane n of the eight
+// returns what the key (n < 4) or the query takes of rows [n % 4 * 4, + 4), or zeros for rows that it does not see.
+__device__ inline float4 weigh_in_block(const float* keys, const float* factors, int stride, int padded, int i, int top,
+                                        LaneChannels& key, LaneChannels& query) {
+  LaneChannels left;
+  left.set(1);
+  float parts[2 * kBlock];
+#pragma unroll
+  for (int j = kBlock - 1; j >= 0; j--) {
+    parts[j] = parts[kBlock + j] = 0;
+    if (j <= top)
+      take_row(key, query, keys + j * stride, factors + j * stride, padded, j <= i, left, parts[j], parts[kBlock + j]);
+  }
+  key.multiply(left), query.multiply(left);
+  // Sums over the lanes: each step halves the sums of which a lane has a part.
+  const int lane = threadIdx.x % 8;
+#pragma unroll
+  for (int step = 0; step < 3; step++) {
+    const int bit = 4 >> step, half = kBlock >> step;
+    const bool upper = lane & bit;
+#pragma unroll
+    for (int n = 0; n < kBlock; n++) {
+      if (n >= half) break;
+      const float sent = upper ? parts[n] : parts[n + half], kept = upper ? parts[n + half] : parts[n];
+      parts[n] = kept + __shfl_xor_sync(~0u, sent, bit);
+    }
+  }
+  const int seen = i + lane / 4 - lane % 4 * 4;  // how many of the four rows
+  return make_float4(seen > 0 ? parts[0] : 0.0f, seen > 1 ? parts[1] : 0.0f, seen > 2 ? parts[2] : 0.0f,
+                     seen > 3 ? parts[3] : 0.0f);
 }
 
 // Shared memory of a CTA that computes kC values of a head.
@@ -126,9 +176,8 @@ struct ChannelMemory {
 template <int kC>
 struct ChannelWork {
   static constexpr int kValueWarps = kC / 32, kThreads = 32 * kValueWarps * kBlocks, kWarps = kThreads / 32,
-                       kStride = ChannelMemory<kC>::kStride, kPairs = ChannelMemory<kC>::kPairs,
-                       kEach = kChunkRows / kWarps;  // rows that a warp weighs at most
-  static constexpr int kOfLane = kMostKeyDim / 32;   // channels of a lane
+                       kStride = ChannelMemory<kC>::kStride, kPairs = ChannelMemory<kC>::kPairs;
+  static constexpr int kOfLane = kMostKeyDim / 32;  // channels of a lane
   const ChannelMemory<kC> m;
   const DeltaArgs& a;
   const StateItem item;
@@ -202,15 +251,17 @@ struct ChannelWork {
       }
       __syncthreads();
     }
-    float passed[kEach][kOfLane];  // factors of a row's block up to it
-#pragma unroll
-    for (int n = 0; n < kEach; n++)
-      if (const int i = first + warp + n * kWarps; i < first + count) {
-        const int block = i / kBlock * kBlock;
-        const float taken = weigh_in_block(m.keys + block * stride, m.queries + i * stride, m.behind + block * stride,
-                                           stride, padded, i % kBlock, passed[n]);
-        pair(lane / kBlock, i)[block + lane % kBlock] = taken;
-      }
+    // Short items have at most eight rows, which are in at most as many groups of four as there are warps.
+    static_assert(kShortRows / 4 + 1 <= kWarps);
+    const int group = first / 4 + warp, i = 4 * group + lane / 8;
+    LaneChannels key, query;
+    if (4 * group < first + count) {
+      const int block = i / kBlock * kBlock;
+      key.load(m.keys + i * stride, padded), query.load(m.queries + i * stride, padded);
+      const float4 taken = weigh_in_block(m.keys + block * stride, m.behind + block * stride, stride, padded,
+                                          i % kBlock, group * 4 % kBlock + 3, key, query);
+      if (is_new(i)) put_four(pair(lane / 4 % 2, i) + block + lane % 4 * 4, taken);
+    }
     __syncthreads();
     for (int n = threadIdx.x; n < (first + count) / kBlock * padded; n += kThreads) {  // of whole blocks
       const int b = n / padded, c = n % padded;
@@ -223,15 +274,7 @@ struct ChannelWork {
       chain(b + 1, b)[c] = left;
     }
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < kEach; n++)
-      if (const int i = first + warp + n * kWarps; i < first + count)
-#pragma unroll
-        for (int u = 0; u < kOfLane; u++)
-          if (const int c = lane + 32 * u; c < padded) {
-            m.keys[i * stride + c] = __fmul_rn(m.keys[i * stride + c], passed[n][u]);
-            m.queries[i * stride + c] = __fmul_rn(m.queries[i * stride + c], passed[n][u]);
-          }
+    if (is_new(i)) key.store(m.keys + i * stride, padded), query.store(m.queries + i * stride, padded);
     for (int c = threadIdx.x; c < padded; c += kThreads) {
       for (int to = 0; to <= kBlocks; to++) chain(to, to)[c] = 1;
       for (int to = 2; to <= (first + count) / kBlock; to++)

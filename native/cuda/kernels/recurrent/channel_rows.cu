@@ -36,50 +36,25 @@ struct RowMemory {
 
 __device__ inline void prefetch_line(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// As weigh_in_block(), of rows [4 part, 4 part + 4) of the block only: lane 4 n gets what the row takes of row n % 4 of
-// these, for its key (n < 4) or its query.
-__device__ inline float weigh_four(const float* keys, const float* query, const float* factors, int stride, int padded,
-                                   int i, int part, float (&left)[kMostKeyDim / 32]) {
-  constexpr int kEach = kMostKeyDim / 32;
-  const int lane = threadIdx.x % 32, first = 4 * part;
-  float own_key[kEach], own_query[kEach], parts[8];
+// As weigh_in_block(), of row j of the block only, by eight lanes. `key` and `query` become these times the factors of
+// the block only if j is 0.
+__device__ inline void weigh_row(const float* keys, const float* factors, int stride, int padded, int i, int j,
+                                 LaneChannels& key, LaneChannels& query, float& of_key, float& of_query) {
+  LaneChannels left;
+  left.set(1);
+#pragma unroll 2
+  for (int r = i; r > j; r--)
 #pragma unroll
-  for (int u = 0; u < kEach; u++) {
-    const int c = lane + 32 * u;
-    own_key[u] = c < padded ? keys[i * stride + c] : 0.0f, own_query[u] = c < padded ? query[c] : 0.0f, left[u] = 1;
-  }
-#pragma unroll 4
-  for (int j = i; j >= first + 4; j--)
-#pragma unroll
-    for (int u = 0; u < kEach; u++)
-      if (const int c = lane + 32 * u; c < padded) left[u] = __fmul_rn(left[u], factors[j * stride + c]);
-#pragma unroll
-  for (int n = 3; n >= 0; n--) {
-    const int j = first + n;
-    float of_key = 0, of_query = 0;
-    if (j <= i)
-#pragma unroll
-      for (int u = 0; u < kEach; u++)
-        if (const int c = lane + 32 * u; c < padded) {
-          const float decayed = __fmul_rn(keys[j * stride + c], left[u]);
-          of_key = fmaf(decayed, own_key[u], of_key), of_query = fmaf(decayed, own_query[u], of_query);
-          left[u] = __fmul_rn(left[u], factors[j * stride + c]);
-        }
-    parts[n] = of_key, parts[4 + n] = of_query;
-  }
-  // Lanes are added in the order of weigh_in_block().
-#pragma unroll
-  for (int half = 4, bit = 16; half > 0; half /= 2, bit /= 2) {
-    const bool upper = lane & bit;
-#pragma unroll
-    for (int n = 0; n < half; n++) {
-      const float sent = upper ? parts[n] : parts[n + half], kept = upper ? parts[n + half] : parts[n];
-      parts[n] = kept + __shfl_xor_sync(~0u, sent, bit);
+    for (int u = 0; u < LaneChannels::kFours; u++) {
+      const float4 four = four_at(factors + r * stride + LaneChannels::place(u, padded));
+      left.x[u][0] = __fmul_rn(left.x[u][0], four.x), left.x[u][1] = __fmul_rn(left.x[u][1], four.y);
+      left.x[u][2] = __fmul_rn(left.x[u][2], four.z), left.x[u][3] = __fmul_rn(left.x[u][3], four.w);
     }
-  }
-  parts[0] += __shfl_xor_sync(~0u, parts[0], 2);
-  parts[0] += __shfl_xor_sync(~0u, parts[0], 1);
-  return first + lane / 4 % 4 < i + lane / 16 ? parts[0] : 0.0f;
+  take_row(key, query, keys + j * stride, factors + j * stride, padded, true, left, of_key, of_query);
+  if (j == 0) key.multiply(left), query.multiply(left);
+#pragma unroll
+  for (int bit = 4; bit > 0; bit /= 2)
+    of_key += __shfl_xor_sync(~0u, of_key, bit), of_query += __shfl_xor_sync(~0u, of_query, bit);
 }
 
 // A CTA for each item, head and 128 of its values. The item's page is read before the previous kernel has ended: no
@@ -120,8 +95,6 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
                        left > 3 ? row[3] : 0.0f);
   };
   float4 ahead[kAhead][2];
-#pragma unroll
-  for (int u = 0; u < kAhead; u++) ahead[u][0] = channels(8 * u + t), ahead[u][1] = channels(8 * u + 4 + t);
   await_previous();  // so far all was written before the step's first kernel
 
   const int d = value + lane;  // the value whose delta the lane computes
@@ -142,19 +115,22 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
   wait_rows();
 
   if (warp >= kValueWarps) {
-    const int part = warp - kValueWarps;
-    float left[kMostKeyDim / 32];
-    const float taken =
-        weigh_four(m.keys + last * stride, m.query, m.behind + last * stride, stride, a.padded, i - last, part, left);
-    if (t == 0) (lane < 16 ? m.k_weights : m.q_weights)[last + 4 * part + g % 4] = taken;
-    if (part == 0)
+    const int j = 4 * (warp - kValueWarps) + lane / 8;
+    LaneChannels key, query;
+    key.load(m.keys + i * stride, a.padded), query.load(m.query, a.padded);
+    float of_key, of_query;
+    weigh_row(m.keys + last * stride, m.behind + last * stride, stride, a.padded, i - last, j, key, query, of_key,
+              of_query);
+    if (lane % 8 == 0) {
+      m.k_weights[last + j] = last + j < i ? of_key : 0.0f;
+      m.q_weights[last + j] = last + j <= i ? of_query : 0.0f;
+    }
+    if (j == 0) key.store(m.passed, a.padded), query.store(m.passed + stride, a.padded);
+  } else {
 #pragma unroll
-      for (int u = 0; u < kMostKeyDim / 32; u++)
-        if (const int c = lane + 32 * u; c < a.padded) {
-          m.passed[c] = __fmul_rn(m.keys[i * stride + c], left[u]);
-          m.passed[stride + c] = __fmul_rn(m.query[c], left[u]);
-        }
-  } else if (tid < a.padded) {
+    for (int u = 0; u < kAhead; u++) ahead[u][0] = channels(8 * u + t), ahead[u][1] = channels(8 * u + 4 + t);
+  }
+  if (tid < a.padded && warp < kValueWarps) {
     float factor = 1;  // of the blocks behind b
     for (int b = block - 1; b >= 0; b--) {
       float left = 1;
