@@ -60,46 +60,28 @@ __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head,
   load_rows(m.behind, stride, ring.factors + (size_t)place * s.key, s.key, first, s.key, padded, a.aligned);
   load_rows(m.keys + first * stride, stride, x + a.k_at, a.width, count, s.key, padded, a.aligned);
   load_rows(m.queries + first * stride, stride, x + a.q_at, a.width, count, s.key, padded, a.aligned);
-  commit_copies();
+  const int gates = s.heads * (s.key + 1);  // columns
+  load_rows(m.behind + first * stride, stride, ChannelDecay::gates_of(a.p, row) + head * s.key, gates, count, s.key,
+            padded, a.aligned && s.heads % 4 == 0);
+  if (tid < count)
+    a.betas[(size_t)(row + tid) * s.heads + head] =
+        1.0f / (1.0f + expf(-a.p.gates[(size_t)(row + tid) * gates + s.heads * s.key + head]));
+  wait_rows();
 
   // A thread has a channel of half of the rows.
   const int c = tid % kMostKeyDim, half = tid / kMostKeyDim, from = half * kChunkRows / 2;
   double sum = 0;
   if (c < padded) {
-    constexpr int kTogether = 8;  // rows that are loaded at once
-    const int width = s.heads * (s.key + 1);
-    const float *gates = ChannelDecay::gates_of(a.p, row) + head * s.key + c,
-                *decays = ring.decays + (size_t)place * s.key + c;
-    const bool has = c < s.key;
-    const float bias = has ? a.p.dt_bias[head * s.key + c] : 0.0f, rate = ChannelDecay::rate_of(a.p, head);
-    for (int j0 = from; j0 < min(from + kChunkRows / 2, first + count); j0 += kTogether) {
-      float loaded[kTogether];
-#pragma unroll
-      for (int u = 0; u < kTogether; u++) {
-        const int j = j0 + u;
-        loaded[u] = !has || j >= first + count ? 0.0f
-                    : j < first                ? decays[j * s.key]
-                                               : gates[(size_t)(j - first) * width];
-      }
-#pragma unroll
-      for (int u = 0; u < kTogether; u++) {
-        const int j = j0 + u;
-        if (j >= first + count) break;
-        const ChannelDecay decay(loaded[u], bias, rate);
-        sum += !has ? 0.0f : j < first ? loaded[u] : decay.log;
-        if (j >= first) m.behind[j * stride + c] = has ? decay.factor : 1.0f;
-      }
+    const float bias = c < s.key ? a.p.dt_bias[head * s.key + c] : 0.0f, rate = ChannelDecay::rate_of(a.p, head);
+    for (int r = from; c < s.key && r < min(from + kChunkRows / 2, first); r++)
+      sum += ring.decays[(size_t)(place + r) * s.key + c];
+#pragma unroll 4
+    for (int r = max(from, first); r < min(from + kChunkRows / 2, first + count); r++) {
+      const ChannelDecay decay(m.behind[r * stride + c], bias, rate);
+      sum += decay.log, m.behind[r * stride + c] = decay.factor;
     }
     if (half == 1) m.sums[c] = sum;
   }
-  const int rates = s.heads * s.key;
-  if (tid < count)
-    a.betas[(size_t)(row + tid) * s.heads + head] =
-        1.0f / (1.0f + expf(-a.p.gates[(size_t)(row + tid) * (rates + s.heads) + rates + head]));
-  wait_rows();
-  if (whole && half == 0 && c < padded)
-    chunk_row(a, item, at, head, kChunkRows)[c] = expf((float)__dadd_rn(sum, m.sums[c]));
-
   const float scale = __fdiv_rn(1.0f, sqrtf((float)s.key));
   constexpr int kTogether = 4;  // heads of a warp whose sums are under way together
   for (int i0 = warp * kTogether; i0 < 2 * count; i0 += kWarps * kTogether) {
@@ -116,6 +98,8 @@ __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head,
         heads[u].store((i % 2 ? m.queries : m.keys) + (first + i / 2) * stride, padded);
   }
   __syncthreads();
+  if (whole && half == 0 && c < padded)
+    chunk_row(a, item, at, head, kChunkRows)[c] = expf((float)__dadd_rn(sum, m.sums[c]));
 
   // Within blocks, from their ends on, since later rows read earlier ones: a warp weighs four rows of the latter half
   // of a block, and then four of the former half. Two of them have a block; what they do adds up to the same.

@@ -9,13 +9,19 @@ namespace recurrent {
 
 constexpr int kBlocks = kChunkRows / kBlock;
 
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // A row's decay of a channel, -exp(A_log) log(1 + exp(a + dt_bias)), and e^decay.
 struct ChannelDecay {
   float log, factor;
 
   __device__ ChannelDecay(float a, float bias, float rate) {
     // log(1 + e), e <= 1, by the series of artanh(e / (2 + e)): half of the operations of log1pf().
-    const float x = a + bias, e = expf(-fabsf(x)), s = __fdividef(e, 2.0f + e), z = s * s;
+    const float x = a + bias, e = expf(-fabsf(x)), s = e * reciprocal(2.0f + e), z = s * s;
     float sum = fmaf(z, 1.0f / 13, 1.0f / 11);
     sum = fmaf(z, sum, 1.0f / 9), sum = fmaf(z, sum, 1.0f / 7), sum = fmaf(z, sum, 1.0f / 5);
     sum = fmaf(z, sum, 1.0f / 3);
