@@ -46,11 +46,13 @@ struct WeighMemory {
   __device__ float* chain(int to, int from) const { return chains + (to * (to + 1) / 2 + from) * stride; }
 };
 
-// A CTA weighs the rows of a head in the chunk from position `at` on: `count` of the step, from `first` on.
+// A CTA weighs the rows of a head in the chunk from position `at` on: `count` of the step, from `first` on. kMost: keys
+// have the most channels, so that places in shared memory are known.
+template <bool kMost>
 __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head, int at, const WeighMemory& m) {
   const DeltaShape& s = a.p.shape;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
-  const int padded = a.padded, stride = m.stride, key_head = head / a.group, place = at % kRing;
+  const int padded = kMost ? kMostKeyDim : a.padded, stride = padded + 4, key_head = head / a.group, place = at % kRing;
   const int first = min(max(item.start - at, 0), kChunkRows), end = min(item.start + item.count - at, kChunkRows);
   const int count = max(end - first, 0), row = item.row + at + first - item.start;
   const bool whole = end == kChunkRows;
@@ -166,36 +168,37 @@ __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head,
             pairs_row(a, row + r - first, head, n / 2)[j * kBlock + g + e / 2 * 8] = products[n][0][e];
     }
 
-  // For the products with the state.
-  const int lanes = padded / 4;  // of a row
-  const auto times = [](const float4& x, const float4& y) {
-    return make_float4(__fmul_rn(x.x, y.x), __fmul_rn(x.y, y.y), __fmul_rn(x.z, y.z), __fmul_rn(x.w, y.w));
+  // For the products with the state: a warp has a row at a time, a lane four channels.
+  const int own_channel = 4 * lane;
+  if (own_channel >= padded) return;
+  const auto put_times = [&](float* to, const float* x, const float* y) {
+    const float4 of_x = four_at(x + own_channel), of_y = four_at(y + own_channel);
+    put_four(to + own_channel, make_float4(__fmul_rn(of_x.x, of_y.x), __fmul_rn(of_x.y, of_y.y),
+                                           __fmul_rn(of_x.z, of_y.z), __fmul_rn(of_x.w, of_y.w)));
   };
-  for (int n = tid; n < 2 * count * lanes; n += kThreads) {
-    const int r = n / lanes / 2, part = n / lanes % 2, at_channel = n % lanes * 4, i = first + r;
-    put_four(weighed_row(a, row + r, head, part) + at_channel,
-             times(four_at((part ? m.queries : m.keys) + i * stride + at_channel),
-                   four_at(m.chain(i / kBlock, 0) + at_channel)));
+#pragma unroll 2
+  for (int r = warp; r < count; r += kWarps) {
+    const int i = first + r;
+    put_times(weighed_row(a, row + r, head, 0), m.keys + i * stride, m.chain(i / kBlock, 0));
+    put_times(weighed_row(a, row + r, head, 1), m.queries + i * stride, m.chain(i / kBlock, 0));
   }
   if (whole)
-    for (int n = tid; n < kChunkRows * lanes; n += kThreads) {
-      const int j = n / lanes, at_channel = n % lanes * 4;
-      put_four(
-          chunk_row(a, item, at, head, j) + at_channel,
-          times(four_at(m.behind + j * stride + at_channel), four_at(m.chain(kBlocks, j / kBlock + 1) + at_channel)));
-    }
+#pragma unroll 2
+    for (int j = warp; j < kChunkRows; j += kWarps)
+      put_times(chunk_row(a, item, at, head, j), m.behind + j * stride, m.chain(kBlocks, j / kBlock + 1));
 }
 
 // A CTA for each head and chunk with rows of the step. The first one of an item also has the chunk before it, if
 // accepted drafts had reached beyond its end.
+template <bool kMost>
 __global__ void __launch_bounds__(kThreads, 2) weigh_kernel(DeltaArgs a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   after_previous();
   const StateChunk chunk = rows.chunks[blockIdx.y];
   const StateItem item = rows.items[chunk.item];
-  const WeighMemory m(memory, a.padded);
+  const WeighMemory m(memory, kMost ? kMostKeyDim : a.padded);
   for (int at = chunk.at <= item.start ? item.position : chunk.at; at <= chunk.at; at += kChunkRows) {
-    weigh_chunk(a, item, blockIdx.x, at, m);
+    weigh_chunk<kMost>(a, item, blockIdx.x, at, m);
     __syncthreads();
   }
 }
@@ -314,7 +317,8 @@ __global__ void __launch_bounds__(128) keep_rows_kernel(DeltaArgs a, StateRows r
 
 void channel_chunks(const DeltaArgs& a, const StateRows& rows, const Queue& queue) {
   const DeltaShape& s = a.p.shape;
-  start(queue, weigh_kernel, dim3(s.heads, rows.chunk_count), kThreads, WeighMemory::bytes(a.padded), a, rows);
+  start(queue, a.padded == kMostKeyDim ? weigh_kernel<true> : weigh_kernel<false>, dim3(s.heads, rows.chunk_count),
+        kThreads, WeighMemory::bytes(a.padded), a, rows);
   with_columns(a, rows, [&](auto columns) {
     constexpr int kC = decltype(columns)::value;
     start(queue, chunks_kernel<kC>, dim3(ceil_div(s.value, kC), s.heads, rows.long_items),

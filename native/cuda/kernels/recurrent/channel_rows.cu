@@ -58,15 +58,17 @@ __device__ inline void weigh_row(const float* keys, const float* factors, int st
 }
 
 // A CTA for each item, head and 128 of its values. The item's page is read before the previous kernel has ended: no
-// other kernel of the step writes it.
+// other kernel of the step writes it. kMost: keys have the most channels, so that places in shared memory are known.
+template <bool kMost>
 __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   let_next_begin();
   const StateItem item = rows.items[blockIdx.z];
   if (!is_one_row(item)) return await_previous();
   const DeltaShape& s = a.p.shape;
-  const RowMemory m(memory, a.stride);
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4, stride = a.stride;
+  const int padded = kMost ? kMostKeyDim : a.padded, stride = padded + 4;
+  const RowMemory m(memory, stride);
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
   const int head = blockIdx.y, key_head = head / a.group, begin = blockIdx.x * kValueWarps * 32;
   const int value = begin + warp * 32, width = min(kValueWarps * 32, s.value - begin);
   const bool there = warp < kValueWarps && value < s.value;  // has values
@@ -77,8 +79,8 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
   const float* x = a.p.x + (size_t)item.row * a.width;
   const float* state = a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value;
   float* deltas = ring.deltas + (size_t)place * s.value;
-  load_rows(m.keys, stride, ring.keys + old, s.key, i, s.key, a.padded, a.aligned);
-  load_rows(m.behind, stride, ring.factors + old, s.key, i, s.key, a.padded, a.aligned);
+  load_rows(m.keys, stride, ring.keys + old, s.key, i, s.key, padded, a.aligned);
+  load_rows(m.behind, stride, ring.factors + old, s.key, i, s.key, padded, a.aligned);
   // The state and the deltas come to the L2 cache meanwhile.
   constexpr int kLine = 32;  // floats
   for (int n = tid; n < (s.key + i) * kValueWarps; n += kThreads) {
@@ -100,10 +102,10 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
   const int d = value + lane;  // the value whose delta the lane computes
   const float v = there && d < s.value ? x[a.v_at + head * s.value + d] : 0.0f;
   const float rate = ChannelDecay::gates_of(a.p, item.row)[s.heads * s.key + head];
-  if (warp == kValueWarps) take_head<true>(x + a.k_at + key_head * s.key, s.key, a.padded, 1.0f, m.keys + i * stride);
+  if (warp == kValueWarps) take_head<true>(x + a.k_at + key_head * s.key, s.key, padded, 1.0f, m.keys + i * stride);
   if (warp == kValueWarps + 1)
-    take_head<true>(x + a.q_at + key_head * s.key, s.key, a.padded, __fdiv_rn(1.0f, sqrtf((float)s.key)), m.query);
-  if (tid < a.padded) {
+    take_head<true>(x + a.q_at + key_head * s.key, s.key, padded, __fdiv_rn(1.0f, sqrtf((float)s.key)), m.query);
+  if (tid < padded) {
     float factor = 1;
     if (tid < s.key) {
       const ChannelDecay decay(a.p, item.row, head, tid);
@@ -117,20 +119,20 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
   if (warp >= kValueWarps) {
     const int j = 4 * (warp - kValueWarps) + lane / 8;
     LaneChannels key, query;
-    key.load(m.keys + i * stride, a.padded), query.load(m.query, a.padded);
+    key.load(m.keys + i * stride, padded), query.load(m.query, padded);
     float of_key, of_query;
-    weigh_row(m.keys + last * stride, m.behind + last * stride, stride, a.padded, i - last, j, key, query, of_key,
+    weigh_row(m.keys + last * stride, m.behind + last * stride, stride, padded, i - last, j, key, query, of_key,
               of_query);
     if (lane % 8 == 0) {
       m.k_weights[last + j] = last + j < i ? of_key : 0.0f;
       m.q_weights[last + j] = last + j <= i ? of_query : 0.0f;
     }
-    if (j == 0) key.store(m.passed, a.padded), query.store(m.passed + stride, a.padded);
+    if (j == 0) key.store(m.passed, padded), query.store(m.passed + stride, padded);
   } else {
 #pragma unroll
     for (int u = 0; u < kAhead; u++) ahead[u][0] = channels(8 * u + t), ahead[u][1] = channels(8 * u + 4 + t);
   }
-  if (tid < a.padded && warp < kValueWarps) {
+  if (tid < padded && warp < kValueWarps) {
     float factor = 1;  // of the blocks behind b
     for (int b = block - 1; b >= 0; b--) {
       float left = 1;
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
     if (const int b = warp - kValueWarps; b < block) {
       float products[1][1][4] = {};
 #pragma unroll 2
-      for (int k = 0; k < a.padded; k += 8)
+      for (int k = 0; k < padded; k += 8)
         multiply_keys(products, m.behind + b * kBlock * stride + k, stride, right_of(k, m.between + b * stride));
       if (t == 0)
 #pragma unroll
@@ -168,12 +170,12 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
     }
   } else if (there) {
 #pragma unroll 1
-    for (int k0 = 0; k0 < a.padded; k0 += 8 * kAhead)
+    for (int k0 = 0; k0 < padded; k0 += 8 * kAhead)
 #pragma unroll
       for (int u = 0; u < kAhead; u++) {
         const int k = k0 + 8 * u, next = k + 8 * kAhead;
-        if (k < a.padded) add_products(sums, ahead[u][0], ahead[u][1], right_of(k, m.past));
-        if (next < a.padded) ahead[u][0] = channels(next + t), ahead[u][1] = channels(next + 4 + t);
+        if (k < padded) add_products(sums, ahead[u][0], ahead[u][1], right_of(k, m.past));
+        if (next < padded) ahead[u][0] = channels(next + t), ahead[u][1] = channels(next + 4 + t);
       }
   }
   wait_rows();
@@ -224,7 +226,8 @@ __global__ void __launch_bounds__(kThreads, 3) single_rows_kernel(DeltaArgs a, S
 
 void single_channel_rows(const DeltaArgs& a, const StateRows& rows, const Queue& queue) {
   const dim3 grid(ceil_div(a.p.shape.value, 32 * kValueWarps), a.p.shape.heads, rows.short_items);
-  start(queue, single_rows_kernel, grid, kThreads, RowMemory::bytes(a.stride), a, rows);
+  start(queue, a.padded == kMostKeyDim ? single_rows_kernel<true> : single_rows_kernel<false>, grid, kThreads,
+        RowMemory::bytes(a.stride), a, rows);
 }
 
 }  // namespace recurrent
