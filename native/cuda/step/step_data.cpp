@@ -341,7 +341,7 @@ void StepData::add_states(const Batch& batch, int padded, const StatePositions& 
     if (item.count <= kShortRows) continue;
     const int index = size.short_items + size.long_items++;
     items[index] = described(item), items[index].chunks = from_states;
-    from_states += (item.start + item.count - items[index].position + kChunkRows - 1) / kChunkRows;
+    from_states += (item.start + item.count - items[index].position) / kChunkRows;
     for (int at = state_position(item.start); at < item.start + item.count; at += kChunkRows)
       chunks[size.chunks++] = {index, at};
   }

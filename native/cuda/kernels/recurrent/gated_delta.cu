@@ -24,8 +24,9 @@ size_t gated_delta_scratch(const DeltaShape& s, int rows, int slots) {
   if (s.channels) {
     const int items = std::min(slots, rows / (kShortRows + 1)), padded = (s.key + 7) / 8 * 8;
     const size_t row = 2 * kChunkRows + 1 + 2 * padded, chunk = (size_t)(kChunkRows + 1) * padded;
-    // A chunk that begins with earlier rows, one that ends with none, and one that drafts had reached.
-    return sizeof(float) * (s.heads * (rows * row + (rows / kChunkRows + 3 * items) * chunk) + 4);
+    // An item may have two whole chunks more than its rows: one begins before them, and one ends before them, which
+    // drafts had reached.
+    return sizeof(float) * (s.heads * (rows * row + (rows / kChunkRows + 2 * items) * chunk) + 4);
   }
   return rows * (round_up_256(12 * s.heads) + sizeof(float) * 2 * kChunkRows * s.key_heads);
 }

@@ -14,7 +14,7 @@ constexpr int kShortRows = 8;
 constexpr int kChunkRows = 64;
 
 // A sequence's rows in a step. slot -1: padding. position: that of the state before the step. chunks: of a long item,
-// how many chunks from their states' positions on the long items before it have.
+// how many whole chunks from their states' positions on the long items before it have.
 struct StateItem {
   int slot, row, start, count, drafts, position, chunks;
 };
