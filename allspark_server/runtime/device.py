@@ -435,11 +435,14 @@ class Gpu(Device):
 
     def _delta_bytes(self, model: RankModel, rows: int) -> int:
         """Bytes of the workspace for prompts of layers with the gated delta rule or a state space."""
-        sizes = [self._library.gated_delta_scratch(key_heads, values // value_dim, rows)
-                 for key_heads, values, _, value_dim in (
-                     delta_heads(model.graph, op, model.rank, model.world)
-                     for op in model.graph.ops if op.type in ("gated_delta", "ssd"))]
-        return max(sizes, default=0)
+        sizes = [0]
+        for op in model.graph.ops:
+            if op.type in ("gated_delta", "ssd"):
+                key_heads, values, key_dim, value_dim = delta_heads(model.graph, op, model.rank, model.world)
+                decays = key_dim if op.attrs.get("channels") else 1
+                sizes.append(self._library.gated_delta_scratch(key_heads, values // value_dim, key_dim, decays, rows,
+                                                               model.config.engine_max_batch))
+        return max(sizes)
 
     def _indexer_bytes(self, model: RankModel, rows: int) -> int:
         """Bytes of the scores that indexers keep in turn."""

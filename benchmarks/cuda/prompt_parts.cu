@@ -316,7 +316,7 @@ static void rule(const std::vector<int>& counts, int start, const DeltaShape& sh
   p.x = floats(rows * width, 31), p.gates = floats(2 * rows * shape.heads, 32, 3);
   p.y = memory<float>((size_t)rows * shape.heads * shape.value * 4);
   p.a_log = floats(shape.heads, 33), p.dt_bias = floats(shape.heads, 34);
-  p.scratch = memory<char>(gated_delta_scratch(shape, rows)), p.max_rows = rows;
+  p.scratch = memory<char>(gated_delta_scratch(shape, rows, rows)), p.max_rows = rows;
   // What came before the step: rows from 0 to start, so that the ring has deltas.
   if (start) {
     std::vector<StateItem> before = items;
@@ -328,7 +328,7 @@ static void rule(const std::vector<int>& counts, int start, const DeltaShape& sh
     GatedDelta first = p;
     first.x = floats(start * width, 35), first.gates = floats(2 * start * shape.heads, 36, 3);
     first.y = memory<float>((size_t)start * shape.heads * shape.value * 4);
-    first.scratch = memory<char>(gated_delta_scratch(shape, start)), first.max_rows = start;
+    first.scratch = memory<char>(gated_delta_scratch(shape, start, start)), first.max_rows = start;
     for (size_t i = 0; i < items.size(); i++) {  // one after the other: they share the scratch memory
       const StateItem* one = copied(std::vector<StateItem>{before[i]});
       const StateChunk* list =

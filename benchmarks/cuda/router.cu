@@ -1,12 +1,13 @@
-// The choice of experts of a layer of gpt-oss-20b or Qwen3-30B-A3B, from the normed rows on: microseconds, alone the
-// logits, and the bits of the result.
+// The choice of experts of a layer of gpt-oss-20b, Qwen3-30B-A3B or Qwen3.6-35B-A3B, from the normed rows on:
+// microseconds, alone the logits, and the bits of the result.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a benchmarks/cuda/router.cu
 //        native/cuda/kernels/{moe/experts,gemm/gemm_small_n}.cu -o router
-//   router 20b|30b rows,rows...
+//   router 20b|30b|35b rows,rows...
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "cuda/kernels/moe/moe.h"
@@ -15,8 +16,9 @@
 using namespace as::cuda;
 
 int main(int argc, char** argv) {
-  const bool large = argc > 1 && !std::strcmp(argv[1], "30b");
-  const int hidden = large ? 2048 : 2880, experts = large ? 128 : 32, top = large ? 8 : 4;
+  const std::string model = argc > 1 ? argv[1] : "20b";
+  const bool large = model != "20b";
+  const int hidden = large ? 2048 : 2880, experts = model == "35b" ? 256 : large ? 128 : 32, top = large ? 8 : 4;
   std::vector<int> all;
   for (char* at = std::strtok(argc > 2 ? argv[2] : strdup("32"), ","); at; at = std::strtok(nullptr, ","))
     all.push_back(std::atoi(at));

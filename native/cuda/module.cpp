@@ -402,9 +402,12 @@ PYBIND11_MODULE(_cuda, m) {
       py::arg("channels"), py::arg("taps"), "As the CPU backend's.");
   m.def(
       "gated_delta_scratch",
-      [](int key_heads, int heads, int rows) { return gated_delta_scratch({0, 0, key_heads, heads}, rows); },
-      py::arg("key_heads"), py::arg("heads"), py::arg("rows"),
-      "Bytes that a gated_delta or ssd op takes for steps of so many rows.");
+      [](int key_heads, int heads, int key_dim, int decays, int rows, int slots) {
+        return gated_delta_scratch({key_dim, 0, key_heads, heads, decays > 1}, rows, slots);
+      },
+      py::arg("key_heads"), py::arg("heads"), py::arg("key_dim"), py::arg("decays"), py::arg("rows"), py::arg("slots"),
+      "Bytes that a gated_delta or ssd op takes for steps of so many rows of up to `slots` sequences. decays: of a "
+      "value head.");
   m.def("padded_rows", padded_rows, py::arg("rows"), py::arg("most"),
         "The rows that a decode step of `rows` rows is padded to, if no step has more than `most`.");
   m.def(

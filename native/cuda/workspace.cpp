@@ -434,7 +434,8 @@ void Workspace::allocate_states() {
       pages.bytes = causal_conv_bytes(tensors[op.inputs[0]].rows.width, op.integer("taps"));
     } else {
       const DeltaShape shape = delta_shape(program, op);
-      pages.bytes = gated_delta_bytes(shape), rows = std::max(rows, gated_delta_scratch(shape, limits.max_rows));
+      pages.bytes = gated_delta_bytes(shape),
+      rows = std::max(rows, gated_delta_scratch(shape, limits.max_rows, limits.max_slots));
     }
     state_pages.push_back(pages);
     bytes += (pages.bytes.state + pages.bytes.recent) * limits.max_slots;

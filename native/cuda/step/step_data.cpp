@@ -360,7 +360,7 @@ StepData::Size StepData::copy_idle(const Size& wanted, const Device& device) {
   for (int g = 0; g < groups_; g++) std::fill_n(host(tables_) + g * table_, max_spans_, no_span_);
   if (chunks_ > state_items_) {  // ops have a state
     size.short_items = prefills ? 1 : size.rows;
-    std::fill_n(reinterpret_cast<StateItem*>(host(state_items_)), size.short_items, StateItem{-1, 0, 0, 0, 0, 0});
+    std::fill_n(reinterpret_cast<StateItem*>(host(state_items_)), size.short_items, StateItem{-1, 0, 0, 0, 0, 0, 0});
   }
   send(size, max_spans_, device);
   return size;
@@ -371,15 +371,17 @@ void StepData::add_states(const Batch& batch, int padded, const StatePositions& 
   StateItem* items = reinterpret_cast<StateItem*>(host(state_items_));
   StateChunk* chunks = reinterpret_cast<StateChunk*>(host(chunks_));
   const auto described = [&](const Item& item) {
-    return StateItem{item.slot, item.row, item.start, item.count, item.drafts, states.position(item.slot)};
+    return StateItem{item.slot, item.row, item.start, item.count, item.drafts, states.position(item.slot), 0};
   };
   for (const Item& item : batch.items)
     if (item.count <= kShortRows) items[size.short_items++] = described(item);
-  while (size.short_items < padded) items[size.short_items++] = {-1, 0, 0, 0, 0, 0};
+  while (size.short_items < padded) items[size.short_items++] = {-1, 0, 0, 0, 0, 0, 0};
+  int from_states = 0;
   for (const Item& item : batch.items) {
     if (item.count <= kShortRows) continue;
     const int index = size.short_items + size.long_items++;
-    items[index] = described(item);
+    items[index] = described(item), items[index].chunks = from_states;
+    from_states += (item.start + item.count - items[index].position) / kChunkRows;
     for (int at = state_position(item.start); at < item.start + item.count; at += kChunkRows)
       chunks[size.chunks++] = {index, at};
   }

@@ -104,6 +104,129 @@ __global__ void __launch_bounds__(32 * kTileWarps, 1) gemm_small_n_tiles_kernel(
       p.y.values[(size_t)row * p.y.width + c] = p.bias ? __fadd_rn(sums[i], p.bias[c]) : sums[i];
 }
 
+// Still more: a warp has one chain of all values of a tile of 64 x 64, so that lanes share rows and columns, and the
+// chains of a value are in different warps. A CTA computes four chains at a time.
+namespace large {
+
+constexpr int kTile = 64, kChains = 4, kThreads = 32 * kChains, kPasses = 32 / kChains, kLevels = 3;
+constexpr int kRows = 8, kColumns = 16, kSums = kRows * kColumns;        // of a thread
+constexpr int kStages = 4, kStage = 2 * kTile * kChains * kLaneColumns;  // floats: rows, then columns
+constexpr int kKept = kSums / kChains;  // sums of a thread that all chains are added to
+constexpr size_t kBytes = sizeof(float) * (kStages * kStage + kThreads * (kSums / 2 + kLevels * kKept));
+static_assert(kTile * kTile == 32 * kSums && 1 << kLevels == kPasses);
+
+// Where a row's four columns of a chain are in a stage, in floats: rows that lanes read at once lie in different banks.
+__device__ inline int place(int row, int chain) { return (row * kChains + (chain ^ row / 2 % kChains)) * kLaneColumns; }
+
+__global__ void __launch_bounds__(kThreads, 2) gemm_small_n_large_kernel(GemmArgs p, int rows) {
+  extern __shared__ __align__(16) float memory[];
+  const int row0 = blockIdx.y * kTile, column0 = blockIdx.x * kTile, k = p.w.k,
+            steps = padded_columns(k) / kWarpColumns;
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, own_row = lane / 4, own_column = lane % 4;
+  float4* const exchange =
+      reinterpret_cast<float4*>(memory + kStages * kStage) + tid;  // of each thread, kThreads apart
+  float4* const pending = exchange + kThreads * kSums / 8;
+  after_previous();
+  // The next step's rows and columns. Those that do not exist are copies of the last ones.
+  constexpr int kCopied = kThreads / kChains;  // rows and columns that the CTA copies at once
+  const float* from[2 * kTile / kCopied];
+#pragma unroll
+  for (int i = 0; i < 2 * kTile; i += kCopied)
+    from[i / kCopied] = i < kTile ? p.x.values + (size_t)min(row0 + i + tid / kChains, rows - 1) * k
+                                  : p.w.values + (size_t)min(column0 + i + tid / kChains - kTile, p.w.n - 1) * k;
+  const uint32_t stages = shared_address(memory), to = stages + place(tid / kChains, tid % kChains) * sizeof(float);
+  uint32_t fetched = 0;  // the stage, in bytes
+  int at = tid % kChains * kLaneColumns, pass = 0;
+  const auto fetch = [&] {
+    if (pass < kPasses)
+#pragma unroll
+      for (int i = 0; i < 2 * kTile / kCopied; i++)
+        copy_16(to + fetched + i * kCopied * kChains * kLaneColumns * sizeof(float), from[i] + (at < k ? at : 0),
+                at < k);
+    commit_copies();
+    fetched = fetched == (kStages - 1) * kStage * sizeof(float) ? 0 : fetched + kStage * sizeof(float);
+    at += kWarpColumns;
+    if (at >= steps * kWarpColumns) at += kChains * kLaneColumns - steps * kWarpColumns, pass++;
+  };
+  const uint32_t x_place = stages + place(own_row, warp) * sizeof(float),
+                 w_places[2] = {stages + place(kTile + own_column, warp) * (uint32_t)sizeof(float),
+                                stages + place(kTile + own_column + 4, warp) * (uint32_t)sizeof(float)};
+  for (int i = 0; i < kStages - 1; i++) fetch();
+  uint32_t used = 0;  // the stage, in bytes
+#pragma unroll 1
+  for (int computed = 0; computed < kPasses; computed++) {
+    float sums[kRows][kColumns] = {};
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+      wait_copies<kStages - 2>();
+      __syncthreads();
+      fetch();
+      constexpr int kRow = kChains * kLaneColumns * sizeof(float);  // bytes
+      float4 x[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; r++) x[r] = load_floats(x_place + used + 8 * r * kRow);
+#pragma unroll
+      for (int c = 0; c < kColumns; c++) {
+        const float4 w = load_floats(w_places[c % 2] + used + c / 2 * 8 * kRow);
+#pragma unroll
+        for (int r = 0; r < kRows; r++) sums[r][c] = multiply_add(x[r], w, sums[r][c]);
+      }
+      used = used == (kStages - 1) * kStage * sizeof(float) ? 0 : used + kStage * sizeof(float);
+    }
+    // The order of warp_sum(): chains next to each other first. Two warps send each other half of the sums.
+    float half[kSums / 2], kept[kKept];
+    const auto add = [&](auto& to, const auto& from, int bit) {
+      constexpr int kCount = sizeof(to) / sizeof(float);
+      const bool upper = warp & bit;
+#pragma unroll
+      for (int n = 0; n < kCount; n += 4) {
+        float sent[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          sent[e] = upper ? from[n + e] : from[n + e + kCount];
+          to[n + e] = upper ? from[n + e + kCount] : from[n + e];
+        }
+        exchange[n / 4 * kThreads] = make_float4(sent[0], sent[1], sent[2], sent[3]);
+      }
+      __syncthreads();
+      const float4* const other = exchange + ((warp ^ bit) - warp) * 32;
+#pragma unroll
+      for (int n = 0; n < kCount; n += 4) {
+        const float4 four = other[n / 4 * kThreads];
+        to[n] += four.x, to[n + 1] += four.y, to[n + 2] += four.z, to[n + 3] += four.w;
+      }
+    };
+    const float(&all)[kSums] = reinterpret_cast<const float(&)[kSums]>(sums);
+    add(half, all, 1);
+    __syncthreads();
+    add(kept, half, 2);
+    // Then passes next to each other.
+    int level = 0;
+#pragma unroll 1
+    for (; computed >> level & 1; level++)
+#pragma unroll
+      for (int n = 0; n < kKept; n += 4) {
+        const float4 four = pending[(level * kKept + n) / 4 * kThreads];
+        kept[n] += four.x, kept[n + 1] += four.y, kept[n + 2] += four.z, kept[n + 3] += four.w;
+      }
+    if (computed < kPasses - 1) {
+#pragma unroll
+      for (int n = 0; n < kKept; n += 4)
+        pending[(level * kKept + n) / 4 * kThreads] = make_float4(kept[n], kept[n + 1], kept[n + 2], kept[n + 3]);
+      continue;
+    }
+    const int first = warp % 2 * kRows / 2 + warp / 2 * kRows / 4;  // of the thread's rows
+#pragma unroll
+    for (int n = 0; n < kKept; n++) {
+      const int row = row0 + own_row + 8 * (first + n / kColumns), c = column0 + own_column + 4 * (n % kColumns);
+      if (row < rows && c < p.w.n)
+        p.y.values[(size_t)row * p.y.width + c] = p.bias ? __fadd_rn(kept[n], p.bias[c]) : kept[n];
+    }
+  }
+}
+
+}  // namespace large
+
 template <int kRows, int kColumns>
 void start_few(const GemmArgs& p, int rows, const Queue& queue) {
   const auto kernel =
@@ -127,6 +250,11 @@ void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue) {
   const int tiles = ceil_div(p.w.n, kTile) * ceil_div(rows, kTile);
   if (rows <= 4 * kWarps || (p.w.n >= kManyColumns && rows * p.w.n <= kFewValues)) start_few<1, 1>(p, rows, queue);
   else if (p.w.n >= kManyColumns && tiles <= kFewTiles) start_few<2, 4>(p, rows, queue);  // tiles leave most SMs idle
+  else if (const int many = ceil_div(p.w.n, large::kTile) * ceil_div(rows, large::kTile);
+           p.w.n >= large::kTile && 4 * many >= 3 * sm_count() && p.w.k % kLaneColumns == 0 &&
+           (int)large::kBytes <= max_shared())
+    start(queue, large::gemm_small_n_large_kernel, dim3(ceil_div(p.w.n, large::kTile), ceil_div(rows, large::kTile)),
+          large::kThreads, large::kBytes, p, rows);
   else if (rows >= kManyRows && p.w.n >= kManyColumns && p.w.k % kLaneColumns == 0)
     start(queue, gemm_small_n_tiles_kernel, dim3(ceil_div(p.w.n, kTile), ceil_div(rows, kTile)), 32 * kTileWarps,
           kStages * kStage * sizeof(float), p, rows);

@@ -13,36 +13,16 @@ namespace as::cuda {
 namespace recurrent {
 namespace {
 
-// Writes keys and decays of an item's rows since the state's position to the ring, by a CTA.
-__device__ void keep_rows(const DeltaArgs& a, const StateItem& item, int head) {
-  const DeltaShape& s = a.p.shape;
-  const int key_head = head / a.group, begin = max(item.start, kept_of(item)), end = item.start + item.count;
-  const ChannelRing ring(a, item.slot, head);
-  for (int position = begin + threadIdx.x / 32; position < end; position += blockDim.x / 32) {
-    const int row = item.row + position - item.start;
-    const size_t place = (size_t)(position % kRing) * s.key;
-    if (head % a.group == 0)
-      take_head<true>(a.p.x + (size_t)row * a.width + a.k_at + key_head * s.key, s.key, s.key, 1.0f, ring.keys + place);
-    for (int c = threadIdx.x % 32; c < s.key; c += 32) {
-      const ChannelDecay decay(a.p, row, head, c);
-      ring.decays[place + c] = decay.log, ring.factors[place + c] = decay.factor;
-    }
-  }
-}
-
-// A CTA computes kC values of a head, of all rows of items, chunk by chunk. Of short items it leaves single rows out,
-// and keeps the others' rows, which no other CTA reads.
-template <int kC, bool kShort>
+// A CTA computes kC values of a head, of all rows of short items other than single rows, chunk by chunk. It keeps their
+// rows, which no other CTA reads.
+template <int kC>
 __global__ void __launch_bounds__(ChannelWork<kC>::kThreads, 1) channel_kernel(DeltaArgs a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   using Work = ChannelWork<kC>;
-  after_previous();
+  let_next_begin();
   const DeltaShape& s = a.p.shape;
   const int head = blockIdx.y, begin = blockIdx.x * kC, width = min(kC, s.value - begin);
-  const int from = kShort ? 0 : rows.short_items, to = kShort ? rows.short_items : from + rows.long_items;
-  for (int z = from + blockIdx.z; z < to; z += gridDim.z) {
-    const StateItem item = rows.items[z];
-    if (item.slot < 0 || (kShort && is_one_row(item))) continue;
+  const auto compute = [&](const StateItem& item) {
     Work work(memory, a, item, head, begin);
     const HeadState<kC, Work::kStride> state{work.m.state,
                                              a.p.pages.state<float>(item.slot) + (size_t)head * s.key * s.value + begin,
@@ -74,40 +54,36 @@ __global__ void __launch_bounds__(ChannelWork<kC>::kThreads, 1) channel_kernel(D
       if (first + count == kChunkRows && (position < end || at + kChunkRows <= kept)) advance();
     }
     if (item.start == 0 && kept == 0) state.clear();
-    if (kShort && begin == 0) keep_rows(a, item, head);
+    if (begin == 0) keep_channel_rows(a, item, head);
     __syncthreads();
+  };
+  for (int z0 = blockIdx.z; z0 < rows.short_items; z0 += 32 * gridDim.z) {
+    const int own = z0 + threadIdx.x % 32 * gridDim.z;  // a lane's item
+    const StateItem item = own < rows.short_items ? rows.items[own] : StateItem{-1, 0, 0, 0, 0, 0, 0};
+    for (unsigned left = __ballot_sync(~0u, item.slot >= 0 && !is_one_row(item)); left; left &= left - 1)
+      await_previous(), compute(rows.items[z0 + (__ffs(left) - 1) * gridDim.z]);
   }
-}
-
-// Keeps the rows of long items, after channel_kernel(), whose CTAs still read the ring.
-__global__ void __launch_bounds__(128) keep_rows_kernel(DeltaArgs a, StateRows rows) {
-  after_previous();
-  keep_rows(a, rows.items[rows.short_items + blockIdx.y], blockIdx.x);
+  await_previous();  // also without items: the next kernel may not begin before the previous one has ended
 }
 
 // The more values a CTA has, the more warps it has, and the fewer CTAs weigh the same rows.
-template <bool kShort>
-void launch(const DeltaArgs& a, const StateRows& rows, int items, const Queue& queue) {
+void launch(const DeltaArgs& a, const StateRows& rows, const Queue& queue) {
+  constexpr int kMostItems = 2;  // at a time: few items are left, and CTAs that find none take time, too
   const auto start_with = [&](auto kernel, int values, int threads, size_t bytes) {
-    start(queue, kernel, dim3(ceil_div(a.p.shape.value, values), a.p.shape.heads, items), threads, bytes, a, rows);
+    start(queue, kernel,
+          dim3(ceil_div(a.p.shape.value, values), a.p.shape.heads, std::min(rows.short_items, kMostItems)), threads,
+          bytes, a, rows);
   };
   if (const size_t bytes = ChannelMemory<64>::bytes(a.padded); a.p.shape.value > 32 && (int)bytes <= max_shared())
-    start_with(channel_kernel<64, kShort>, 64, ChannelWork<64>::kThreads, bytes);
-  else start_with(channel_kernel<32, kShort>, 32, ChannelWork<32>::kThreads, ChannelMemory<32>::bytes(a.padded));
+    start_with(channel_kernel<64>, 64, ChannelWork<64>::kThreads, bytes);
+  else start_with(channel_kernel<32>, 32, ChannelWork<32>::kThreads, ChannelMemory<32>::bytes(a.padded));
 }
 
 }  // namespace
 
 void channel_delta(const DeltaArgs& a, const StateRows& rows, const Queue& queue) {
-  if (rows.short_items) {
-    single_channel_rows(a, rows, queue);
-    constexpr int kMostItems = 2;  // at a time: few items are left, and CTAs that find none take time, too
-    launch<true>(a, rows, std::min(rows.short_items, kMostItems), queue);
-  }
-  if (rows.long_items) {
-    launch<false>(a, rows, rows.long_items, queue);
-    start(queue, keep_rows_kernel, dim3(a.p.shape.heads, rows.long_items), 128, 0, a, rows);
-  }
+  if (rows.short_items) single_channel_rows(a, rows, queue), launch(a, rows, queue);
+  if (rows.long_items) channel_chunks(a, rows, queue);
 }
 
 }  // namespace recurrent

@@ -9,6 +9,21 @@ namespace recurrent {
 
 constexpr int kBlocks = kChunkRows / kBlock;
 
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log(1 + exp(x)), by the series of artanh(e / (2 + e)) for log(1 + e), e <= 1: half of the operations of log1pf().
+__device__ inline float softplus(float x) {
+  const float e = expf(-fabsf(x)), s = e * reciprocal(2.0f + e), z = s * s;
+  float sum = fmaf(z, 1.0f / 13, 1.0f / 11);
+  sum = fmaf(z, sum, 1.0f / 9), sum = fmaf(z, sum, 1.0f / 7), sum = fmaf(z, sum, 1.0f / 5);
+  sum = fmaf(z, sum, 1.0f / 3);
+  return fmaxf(x, 0.0f) + 2.0f * fmaf(s * z, sum, s);
+}
+
 // A row's decay of a channel, -exp(A_log) log(1 + exp(a + dt_bias)) or, with a bound, bound * sigmoid(exp(A_log) (a +
 // dt_bias)); and e^decay.
 struct ChannelDecay {
@@ -16,8 +31,7 @@ struct ChannelDecay {
 
   __device__ ChannelDecay(float a, float bias, float rate, float bound) {
     const float x = a + bias;
-    log = bound != 0 ? __fdiv_rn(bound, 1.0f + expf(__fmul_rn(rate, x)))
-                     : __fmul_rn(rate, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+    log = bound != 0 ? __fdiv_rn(bound, 1.0f + expf(__fmul_rn(rate, x))) : __fmul_rn(rate, softplus(x));
     factor = expf(log);
   }
   __device__ ChannelDecay(const GatedDelta& p, int row, int head, int c)
@@ -44,42 +58,105 @@ struct ChannelRing {
   }
 };
 
-// A warp returns what row i of a block takes of each of its rows: for its key in lanes 0 to 15, for its query in lanes
-// 16 to 31. `left` becomes the factors of the block's rows up to row i, of channels lane, lane + 32, ....
-__device__ inline float weigh_in_block(const float* keys, const float* query, const float* factors, int stride,
-                                       int padded, int i, float (&left)[kMostKeyDim / 32]) {
-  constexpr int kEach = kMostKeyDim / 32;
-  const int lane = threadIdx.x % 32;
-  float own_key[kEach], own_query[kEach], parts[2 * kBlock];
-#pragma unroll
-  for (int u = 0; u < kEach; u++) {
-    const int c = lane + 32 * u;
-    own_key[u] = c < padded ? keys[i * stride + c] : 0.0f, own_query[u] = c < padded ? query[c] : 0.0f, left[u] = 1;
-  }
-#pragma unroll
-  for (int j = kBlock - 1; j >= 0; j--) {
-    float of_key = 0, of_query = 0;
-    if (j <= i)
-#pragma unroll
-      for (int u = 0; u < kEach; u++)
-        if (const int c = lane + 32 * u; c < padded) {
-          const float decayed = __fmul_rn(keys[j * stride + c], left[u]);
-          of_key = fmaf(decayed, own_key[u], of_key), of_query = fmaf(decayed, own_query[u], of_query);
-          left[u] = __fmul_rn(left[u], factors[j * stride + c]);
-        }
-    parts[j] = of_key, parts[kBlock + j] = of_query;
-  }
-  // Sums over the lanes: each step halves the sums of which a lane has a part.
-#pragma unroll
-  for (int half = kBlock; half > 0; half /= 2) {
-    const bool upper = lane & half;
-#pragma unroll
-    for (int n = 0; n < half; n++) {
-      const float sent = upper ? parts[n] : parts[n + half], kept = upper ? parts[n + half] : parts[n];
-      parts[n] = kept + __shfl_xor_sync(~0u, sent, half);
+// Writes keys and decays of an item's rows since the state's position to the ring, by a CTA.
+__device__ inline void keep_channel_rows(const DeltaArgs& a, const StateItem& item, int head) {
+  const DeltaShape& s = a.p.shape;
+  const int key_head = head / a.group, begin = max(item.start, kept_of(item)), end = item.start + item.count;
+  const ChannelRing ring(a, item.slot, head);
+  for (int position = begin + threadIdx.x / 32; position < end; position += blockDim.x / 32) {
+    const int row = item.row + position - item.start;
+    const size_t place = (size_t)(position % kRing) * s.key;
+    if (head % a.group == 0)
+      take_head<true>(a.p.x + (size_t)row * a.width + a.k_at + key_head * s.key, s.key, s.key, 1.0f, ring.keys + place);
+    for (int c = threadIdx.x % 32; c < s.key; c += 32) {
+      const ChannelDecay decay(a.p, row, head, c);
+      ring.decays[place + c] = decay.log, ring.factors[place + c] = decay.factor;
     }
   }
-  return lane % kBlock < i + lane / kBlock ? parts[0] : 0.0f;
+}
+
+// A row's channels, of which each of eight lanes has 16: lane n four from 4 n + 32 u on, u < 4.
+struct LaneChannels {
+  static constexpr int kFours = kMostKeyDim / 32;
+  float x[kFours][4];
+
+  // Where four of the lane's channels are in a row; behind the row's end, others are read, but not used.
+  __device__ static int place(int u, int padded) { return min(32 * u + threadIdx.x % 8 * 4, padded - 4); }
+  __device__ static bool has(int u, int padded) { return 32 * u + (int)threadIdx.x % 8 * 4 < padded; }
+
+  __device__ void set(float value) {
+#pragma unroll
+    for (int n = 0; n < 4 * kFours; n++) x[n / 4][n % 4] = value;
+  }
+  __device__ void load(const float* row, int padded) {
+#pragma unroll
+    for (int u = 0; u < kFours; u++) {
+      const float4 four = has(u, padded) ? four_at(row + place(u, padded)) : make_float4(0, 0, 0, 0);
+      x[u][0] = four.x, x[u][1] = four.y, x[u][2] = four.z, x[u][3] = four.w;
+    }
+  }
+  __device__ void store(float* row, int padded) const {
+#pragma unroll
+    for (int u = 0; u < kFours; u++)
+      if (has(u, padded)) put_four(row + place(u, padded), make_float4(x[u][0], x[u][1], x[u][2], x[u][3]));
+  }
+  __device__ void multiply(const LaneChannels& by) {
+#pragma unroll
+    for (int n = 0; n < 4 * kFours; n++) x[n / 4][n % 4] = __fmul_rn(x[n / 4][n % 4], by.x[n / 4][n % 4]);
+  }
+};
+
+// What a row takes of row j of its block, as far as the lane's channels tell. left: the factors of the rows behind j up
+// to the row itself, and then also of row j if `seen`.
+__device__ inline void take_row(const LaneChannels& key, const LaneChannels& query, const float* key_j,
+                                const float* factors_j, int padded, bool seen, LaneChannels& left, float& of_key,
+                                float& of_query) {
+  of_key = of_query = 0;
+#pragma unroll
+  for (int u = 0; u < LaneChannels::kFours; u++) {
+    const int at = LaneChannels::place(u, padded);
+    const float4 keys = four_at(key_j + at), factors = four_at(factors_j + at);
+    const float k[4] = {keys.x, keys.y, keys.z, keys.w}, f[4] = {factors.x, factors.y, factors.z, factors.w};
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float decayed = __fmul_rn(k[e], left.x[u][e]);
+      of_key = fmaf(decayed, key.x[u][e], of_key), of_query = fmaf(decayed, query.x[u][e], of_query);
+      if (seen) left.x[u][e] = __fmul_rn(left.x[u][e], f[e]);
+    }
+  }
+}
+
+// A warp weighs four rows of a block of 16, eight lanes each. `key` and `query` are a lane's part of row i of the block
+// and become these times the factors of the block up to row i. top: the last of the four rows. Lane n of the eight
+// returns what the key (n < 4) or the query takes of rows [n % 4 * 4, + 4), or zeros for rows that it does not see.
+__device__ inline float4 weigh_in_block(const float* keys, const float* factors, int stride, int padded, int i, int top,
+                                        LaneChannels& key, LaneChannels& query) {
+  LaneChannels left;
+  left.set(1);
+  float parts[2 * kBlock];
+#pragma unroll
+  for (int j = kBlock - 1; j >= 0; j--) {
+    parts[j] = parts[kBlock + j] = 0;
+    if (j <= top)
+      take_row(key, query, keys + j * stride, factors + j * stride, padded, j <= i, left, parts[j], parts[kBlock + j]);
+  }
+  key.multiply(left), query.multiply(left);
+  // Sums over the lanes: each step halves the sums of which a lane has a part.
+  const int lane = threadIdx.x % 8;
+#pragma unroll
+  for (int step = 0; step < 3; step++) {
+    const int bit = 4 >> step, half = kBlock >> step;
+    const bool upper = lane & bit;
+#pragma unroll
+    for (int n = 0; n < kBlock; n++) {
+      if (n >= half) break;
+      const float sent = upper ? parts[n] : parts[n + half], kept = upper ? parts[n + half] : parts[n];
+      parts[n] = kept + __shfl_xor_sync(~0u, sent, bit);
+    }
+  }
+  const int seen = i + lane / 4 - lane % 4 * 4;  // how many of the four rows
+  return make_float4(seen > 0 ? parts[0] : 0.0f, seen > 1 ? parts[1] : 0.0f, seen > 2 ? parts[2] : 0.0f,
+                     seen > 3 ? parts[3] : 0.0f);
 }
 
 // Shared memory of a CTA that computes kC values of a head.
@@ -112,9 +189,8 @@ struct ChannelMemory {
 template <int kC>
 struct ChannelWork {
   static constexpr int kValueWarps = kC / 32, kThreads = 32 * kValueWarps * kBlocks, kWarps = kThreads / 32,
-                       kStride = ChannelMemory<kC>::kStride, kPairs = ChannelMemory<kC>::kPairs,
-                       kEach = kChunkRows / kWarps;  // rows that a warp weighs at most
-  static constexpr int kOfLane = kMostKeyDim / 32;   // channels of a lane
+                       kStride = ChannelMemory<kC>::kStride, kPairs = ChannelMemory<kC>::kPairs;
+  static constexpr int kOfLane = kMostKeyDim / 32;  // channels of a lane
   const ChannelMemory<kC> m;
   const DeltaArgs& a;
   const StateItem item;
@@ -182,21 +258,23 @@ struct ChannelWork {
   __device__ void weigh() {
     if (first + count == kChunkRows) {
       for (int c = threadIdx.x; c < padded; c += kThreads) {
-        double sum = 0;
-        for (int j = 0; j < kChunkRows; j++) sum += m.pairs[j * stride + c];
-        m.whole[c] = expf((float)sum);
+        double sums[2] = {};  // of each half of the chunk
+        for (int j = 0; j < kChunkRows; j++) sums[j / (kChunkRows / 2)] += m.pairs[j * stride + c];
+        m.whole[c] = expf((float)__dadd_rn(sums[0], sums[1]));
       }
       __syncthreads();
     }
-    float passed[kEach][kOfLane];  // factors of a row's block up to it
-#pragma unroll
-    for (int n = 0; n < kEach; n++)
-      if (const int i = first + warp + n * kWarps; i < first + count) {
-        const int block = i / kBlock * kBlock;
-        const float taken = weigh_in_block(m.keys + block * stride, m.queries + i * stride, m.behind + block * stride,
-                                           stride, padded, i % kBlock, passed[n]);
-        pair(lane / kBlock, i)[block + lane % kBlock] = taken;
-      }
+    // Short items have at most eight rows, which are in at most as many groups of four as there are warps.
+    static_assert(kShortRows / 4 + 1 <= kWarps);
+    const int group = first / 4 + warp, i = 4 * group + lane / 8;
+    LaneChannels key, query;
+    if (4 * group < first + count) {
+      const int block = i / kBlock * kBlock;
+      key.load(m.keys + i * stride, padded), query.load(m.queries + i * stride, padded);
+      const float4 taken = weigh_in_block(m.keys + block * stride, m.behind + block * stride, stride, padded,
+                                          i % kBlock, group * 4 % kBlock + 3, key, query);
+      if (is_new(i)) put_four(pair(lane / 4 % 2, i) + block + lane % 4 * 4, taken);
+    }
     __syncthreads();
     for (int n = threadIdx.x; n < (first + count) / kBlock * padded; n += kThreads) {  // of whole blocks
       const int b = n / padded, c = n % padded;
@@ -209,15 +287,7 @@ struct ChannelWork {
       chain(b + 1, b)[c] = left;
     }
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < kEach; n++)
-      if (const int i = first + warp + n * kWarps; i < first + count)
-#pragma unroll
-        for (int u = 0; u < kOfLane; u++)
-          if (const int c = lane + 32 * u; c < padded) {
-            m.keys[i * stride + c] = __fmul_rn(m.keys[i * stride + c], passed[n][u]);
-            m.queries[i * stride + c] = __fmul_rn(m.queries[i * stride + c], passed[n][u]);
-          }
+    if (is_new(i)) key.store(m.keys + i * stride, padded), query.store(m.queries + i * stride, padded);
     for (int c = threadIdx.x; c < padded; c += kThreads) {
       for (int to = 0; to <= kBlocks; to++) chain(to, to)[c] = 1;
       for (int to = 2; to <= (first + count) / kBlock; to++)

@@ -22,6 +22,10 @@ struct DeltaArgs {
   double* totals;        // [rows, heads], of long items: decays since the chunk's begin
   // [rows, heads]: factors of a row's values; [rows, key heads, keys and queries, 64]: products with the chunk's keys
   float *betas, *weights;
+  // With a decay for each channel, what weigh_kernel() makes of long items: `weights` of each head, with decays;
+  // [rows, heads, key and query, padded], times the factors of the chunk's rows up to them; and of each chunk [heads,
+  // 65, padded]: its keys times the factors of the rows behind them, and the decay of the whole chunk.
+  float *weighed, *chunks;
 };
 
 // A slot's ring.
@@ -159,8 +163,9 @@ void delta_rows(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
 template <bool kDelta>
 void delta_chunks(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
 
-// With a decay for each channel: all items of a step; of these, single rows at which no state advances.
+// With a decay for each channel: all items of a step; of these, long ones, and single rows at which no state advances.
 void channel_delta(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
+void channel_chunks(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
 void single_channel_rows(const DeltaArgs& a, const StateRows& rows, const Queue& queue);
 
 }  // namespace recurrent

@@ -1,6 +1,8 @@
 // A chunk of the gated delta rule, on tensor cores: what the state answers to keys and queries, forward substitution,
 // and the state's advance. Values are rows of all products: a warp has 32 of them, a lane four.
 #pragma once
+#include <type_traits>
+
 #include "cuda/kernels/recurrent/delta.cuh"
 #include "cuda/kernels/recurrent/tf32.cuh"
 
@@ -17,6 +19,7 @@ struct ChunkMemory {
   static constexpr int kKeyRows = kRows < kChunkRows ? kChunkRows + kRows : kChunkRows;  // tiles may begin at any row
   static constexpr int kBehind = 24;  // floats that advance() reads behind a chunk's last key
   double* totals;                     // of the chunk's rows
+  float* whole;                       // in their place: the decay of the whole chunk, of each channel
   float *betas, *shrunk, *grown;      // of these: beta; the decay since the chunk's begin, and until its end
   float *state, *keys, *queries;      // [padded, kStride], [kKeyRows, stride], [kRows, stride]
   float* pairs;                       // [keys and queries, kRows, kPairs]
@@ -27,7 +30,8 @@ struct ChunkMemory {
                             (kKeyRows + kRows) * (padded + 4) + 2 * kBehind + 2 * kRows * kPairs);
   }
   __device__ ChunkMemory(float* memory, int padded) {
-    totals = reinterpret_cast<double*>(memory), betas = memory + 2 * kChunkRows, shrunk = betas + kKeyRows;
+    totals = reinterpret_cast<double*>(memory), whole = memory, betas = memory + 2 * kChunkRows;
+    shrunk = betas + kKeyRows;
     grown = shrunk + kKeyRows, state = grown + kKeyRows, deltas = state + padded * kStride;
     known = deltas + kChunkRows * kStride, keys = known + kBlock * kStride;
     queries = keys + kKeyRows * (padded + 4) + kBehind, pairs = queries + kRows * (padded + 4) + kBehind;
@@ -35,8 +39,9 @@ struct ChunkMemory {
 };
 
 // The work of a CTA on rows [first, first + count) of a chunk. Columns of products are rows of the chunk from `base`
-// on: of their keys, and of their queries, which are parts 0 and 1.
-template <bool kDelta, int kC, int kRows>
+// on: of their keys, and of their queries, which are parts 0 and 1. kChannels: there is a decay for each channel; then
+// keys, queries and products come with their decays.
+template <bool kDelta, int kC, int kRows, bool kChannels = false>
 struct ChunkWork {
   static constexpr int kMostWarps = 16,  // more would have too few registers
       kParts = kDelta ? 2 : 1, kValueWarps = kC / 32,
@@ -105,13 +110,15 @@ struct ChunkWork {
       add_products(sums, four_at(left), four_at(left + 4 * kStride),
                    [&](int n, int half) { return right[8 * n * stride + k + half * 4]; });
     }
+    if constexpr (!kChannels) {
 #pragma unroll
-    for (int n = 0; n < kTiles; n++)
+      for (int n = 0; n < kTiles; n++)
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        float& sum = sums[n][i / 4][i % 4];
-        sum = __fmul_rn(m.shrunk[row_of(n) + 2 * t + i % 2], sum);
-      }
+        for (int i = 0; i < 8; i++) {
+          float& sum = sums[n][i / 4][i % 4];
+          sum = __fmul_rn(m.shrunk[row_of(n) + 2 * t + i % 2], sum);
+        }
+    }
   }
 
   // The deltas of all rows from their values, which m.deltas has; sums of the queries. Warps of the same values wait
@@ -152,12 +159,13 @@ struct ChunkWork {
       m.grown[j] = decay_between(m.totals[kChunkRows - 1], m.totals[j]);
   }
 
-  // The state after the chunk, after grow(). Keys and deltas are those of all its rows.
+  // The state after the chunk, after grow(). Keys and deltas are those of all its rows; with a decay for each channel,
+  // keys come with the factors of the rows behind them.
   __device__ void advance() {
     // Tiles of 8 channels at a time; what is behind the last channel is read, but not used.
     constexpr int kWide = least(4, kMostKeyDim / 8 / kColumnWarps);
     const int g = lane() / 4, t = lane() % 4;
-    const float factor = m.shrunk[kChunkRows - 1];
+    const float of_head = kChannels ? 0.0f : m.shrunk[kChunkRows - 1];
     for (int c = column_warp * 8 * kWide; c < padded; c += kColumnWarps * 8 * kWide) {
       float next[kWide][2][4];
       float* own = m.state + (c + 2 * t) * kStride + value;
@@ -165,17 +173,19 @@ struct ChunkWork {
       for (int n = 0; n < kWide; n++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const float4 four = four_at(own + (8 * n + e) * kStride);
-          next[n][0][e] = __fmul_rn(factor, four.x), next[n][0][2 + e] = __fmul_rn(factor, four.y);
-          next[n][1][e] = __fmul_rn(factor, four.z), next[n][1][2 + e] = __fmul_rn(factor, four.w);
+          const float factor = kChannels ? m.whole[c + 8 * n + 2 * t + e] : of_head;
+          const float4 four = scaled(factor, four_at(own + (8 * n + e) * kStride));
+          next[n][0][e] = four.x, next[n][0][2 + e] = four.y, next[n][1][e] = four.z, next[n][1][2 + e] = four.w;
         }
 #pragma unroll(4 / kWide)  // where a step is short, several
       for (int k = 0; k < kChunkRows; k += 8) {
         const float* left = m.deltas + (k + t) * kStride + value;
         const float* right = m.keys + (k + t) * stride + c + g;
-        add_products(next, scaled(m.grown[k + t], four_at(left)),
-                     scaled(m.grown[k + t + 4], four_at(left + 4 * kStride)),
-                     [&](int n, int half) { return right[half * 4 * stride + 8 * n]; });
+        const auto keys = [&](int n, int half) { return right[half * 4 * stride + 8 * n]; };
+        if (kChannels) add_products(next, four_at(left), four_at(left + 4 * kStride), keys);
+        else
+          add_products(next, scaled(m.grown[k + t], four_at(left)),
+                       scaled(m.grown[k + t + 4], four_at(left + 4 * kStride)), keys);
       }
 #pragma unroll
       for (int n = 0; n < kWide; n++)
@@ -266,6 +276,19 @@ struct ChunkWork {
   }
   __device__ static int lane() { return threadIdx.x % 32; }
 };
+
+// Passes launch() the fewest parts of a head, by the values of each, that occupy the GPU: each of them loads the
+// chunk's keys and products.
+template <typename Launch>
+void with_columns(const DeltaArgs& a, const StateRows& rows, const Launch& launch) {
+  const int value = a.p.shape.value, heads = a.p.shape.heads * rows.long_items, sms = sm_count();
+  const auto wide = [&](int columns, size_t shared) {
+    return 2 * value > columns && 4 * heads * ceil_div(value, columns) >= 3 * sms && (int)shared <= max_shared();
+  };
+  if (wide(128, ChunkMemory<128, kChunkRows>::bytes(a.padded))) launch(std::integral_constant<int, 128>());
+  else if (wide(64, ChunkMemory<64, kChunkRows>::bytes(a.padded))) launch(std::integral_constant<int, 64>());
+  else launch(std::integral_constant<int, 32>());
+}
 
 // Writes four values of a row of a head, from value d on, as far as the head has them.
 template <bool kDelta>

@@ -292,14 +292,7 @@ void delta_chunks(const DeltaArgs& a, const StateRows& rows, const Queue& queue)
   const DeltaShape& s = a.p.shape;
   const size_t bytes = sizeof(float) * 2 * kChunkRows * a.stride + sizeof(double) * a.group * kChunkRows;
   start(queue, products_kernel<kDelta>, dim3(s.key_heads, rows.chunk_count), 32 * kProductWarps, bytes, a, rows);
-  // The fewest parts of a head that occupy the GPU: each of them loads the chunk's keys and products.
-  const int heads = s.heads * rows.long_items, sms = sm_count();
-  const auto wide = [&](int columns, size_t shared) {
-    return 2 * s.value > columns && 4 * heads * ceil_div(s.value, columns) >= 3 * sms && (int)shared <= max_shared();
-  };
-  if (wide(128, ChunkMemory<128, kChunkRows>::bytes(a.padded))) launch_chunks<kDelta, 128>(a, rows, queue);
-  else if (wide(64, ChunkMemory<64, kChunkRows>::bytes(a.padded))) launch_chunks<kDelta, 64>(a, rows, queue);
-  else launch_chunks<kDelta, 32>(a, rows, queue);
+  with_columns(a, rows, [&](auto columns) { launch_chunks<kDelta, decltype(columns)::value>(a, rows, queue); });
   start(queue, keep_rows_kernel, dim3(s.key_heads, rows.long_items), 128, 0, a, rows);
 }
 template void delta_chunks<true>(const DeltaArgs&, const StateRows&, const Queue&);

@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(ShortWork<kDelta>::kThreads) rows_kernel(Delta
   let_next_begin();
   for (int z0 = blockIdx.z; z0 < rows.short_items; z0 += 32 * gridDim.z) {
     const int own = z0 + threadIdx.x % 32 * gridDim.z;  // a lane's item
-    const StateItem item = own < rows.short_items ? rows.items[own] : StateItem{-1, 0, 0, 0, 0, 0};
+    const StateItem item = own < rows.short_items ? rows.items[own] : StateItem{-1, 0, 0, 0, 0, 0, 0};
     for (unsigned left = __ballot_sync(~0u, item.slot >= 0 && (alone || !is_one_row(item))); left; left &= left - 1) {
       const StateItem each = rows.items[z0 + (__ffs(left) - 1) * gridDim.z];
       if (is_one_row(each)) one_row<kDelta, true>(a, each, blockIdx.y, 1, kColumns / 32, blockIdx.x * kColumns, memory);

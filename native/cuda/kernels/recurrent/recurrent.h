@@ -13,9 +13,10 @@ constexpr int kShortRows = 8;
 // Positions at whose multiples states advance.
 constexpr int kChunkRows = 64;
 
-// A sequence's rows in a step. slot -1: padding. position: that of the state before the step.
+// A sequence's rows in a step. slot -1: padding. position: that of the state before the step. chunks: of a long item,
+// how many whole chunks from their states' positions on the long items before it have.
 struct StateItem {
-  int slot, row, start, count, drafts, position;
+  int slot, row, start, count, drafts, position, chunks;
 };
 // The part of a long item that lies in the chunk beginning at position `at`.
 struct StateChunk {
@@ -59,8 +60,8 @@ constexpr int kMostKeyDim = 128;
 PageBytes gated_delta_bytes(const DeltaShape& shape);
 // Bytes of shared memory that a CTA needs at least if there is a decay for each channel.
 size_t channel_delta_shared(const DeltaShape& shape);
-// Bytes that the rows of long items take between the kernels of one op.
-size_t gated_delta_scratch(const DeltaShape& shape, int rows);
+// Bytes that the rows of long items take between the kernels of one op. slots: the most items of a step.
+size_t gated_delta_scratch(const DeltaShape& shape, int rows, int slots);
 
 // The gated delta rule; or, if `skip` is set, a selective state space, whose keys are B and queries C. columns of x: of
 // the rule, queries, keys and values, which kernels normalize in place for long items; of a state space, x, B and C.
