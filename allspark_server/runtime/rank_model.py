@@ -124,7 +124,7 @@ class RankModel:
         if (stored is not None and stored.is_foreign) or (form.quantized and unquantized not in UNQUANTIZED_DTYPES):
             unquantized = device.unquantized_dtype(unquantized)
 
-        head_matrices = {name for op in graph.ops if op.type == "head_linear" for name in op.weights}
+        head_matrices = self._head_matrices
 
         def form_of(weight: Weight, form: WeightFormat) -> WeightFormat:
             if weight.name in head_matrices:
@@ -168,13 +168,19 @@ class RankModel:
                                 f"{self.graph.config.architecture} as a classifier or reranker is not available on "
                                 "GPUs: only CPUs compute models that generate no tokens")
 
+    @property
+    def _head_matrices(self) -> set[str]:
+        """The names of stacks with a matrix for each head."""
+        return {name for op in self.graph.ops if op.type == "head_linear" for name in op.weights}
+
     def _tell_of_cut_blocks(self, device: Device) -> None:
         """Logs which matrices of a quantized checkpoint would stay quantized if ranks' slices began elsewhere."""
         if self.rank:
             return
         for name, form in self.formats.items():
             weight = self.graph.weights[name]
-            if weight.stored is None or form.quantized or self.config.weight_dtype != "auto":
+            if weight.stored is None or form.quantized or self.config.weight_dtype != "auto" \
+                    or name in self._head_matrices:
                 continue
             whole = device.form_of(weight.stored, bool(weight.experts), [0])
             if whole.quantized:

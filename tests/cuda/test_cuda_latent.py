@@ -29,13 +29,26 @@ def matrix(own, n, k, form="float32"):
 @pytest.mark.parametrize("form", TOLERANCES)
 @pytest.mark.parametrize("heads, inputs, outputs, offset", [
     (1, 1, 1, 0), (3, 7, 33, 5), (5, 64, 20, 0), (4, 48, 131, 1), (3, 128, 512, 192), (2, 512, 128, 0),
-    (2, 513, 65, 3)])
+    (2, 513, 65, 3), (2, 1100, 300, 1), (3, 4096, 64, 0)])
 def test_head_linear(heads, inputs, outputs, offset, form):
     own = toy()
     x = embedded(own, offset + heads * inputs + 2)
     own.finish(own.op("head_linear", (x,), heads * outputs, (matrix(own, heads * outputs, inputs, form),), heads=heads,
                       offset=offset))
     compare(own, TOLERANCES[form])
+
+
+@pytest.mark.parametrize("inputs, outputs", [(1030, 200), (2048, 64), (512, 130)])
+def test_bits_of_head_linear_do_not_depend_on_other_rows(inputs, outputs):
+    own = toy()
+    x = embedded(own, 2 * inputs)
+    own.finish(own.op("head_linear", (x,), 2 * outputs, (matrix(own, 2 * outputs, inputs, "bfloat16"),), heads=2,
+                      offset=0))
+    gpu = compiled(own, long=True, outputs=2048)
+    expected = logits_of_rows(gpu, [list(range(50)) * 6], lambda: 300)
+    for count in (1, 16, 17, 100):
+        gpu.step(plan([], free=[0]), False)
+        assert logits_of_rows(gpu, [list(range(50)) * 6], lambda count=count: count) == expected
 
 
 def attention_toy(heads, latent, rope):
