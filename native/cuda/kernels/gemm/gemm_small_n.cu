@@ -225,6 +225,15 @@ __global__ void __launch_bounds__(kThreads, 2) gemm_small_n_large_kernel(GemmArg
   }
 }
 
+// Whether the GPU is through with large tiles, two at a time on an SM, before it would be with tiles of 32 x 32.
+bool is_faster(const GemmArgs& p, int rows) {
+  constexpr int kTwo = 7;  // small ones take as long as two large ones
+  const int sms = sm_count(), tiles = ceil_div(p.w.n, kTile) * ceil_div(rows, kTile),
+            small = ceil_div(p.w.n, kTile / 2) * ceil_div(rows, kTile / 2);
+  return p.w.n >= kTile && p.w.k % kLaneColumns == 0 && (int)kBytes <= max_shared() &&
+         kTwo * ceil_div(tiles, 2 * sms) <= ceil_div(small, sms);
+}
+
 }  // namespace large
 
 template <int kRows, int kColumns>
@@ -250,9 +259,7 @@ void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue) {
   const int tiles = ceil_div(p.w.n, kTile) * ceil_div(rows, kTile);
   if (rows <= 4 * kWarps || (p.w.n >= kManyColumns && rows * p.w.n <= kFewValues)) start_few<1, 1>(p, rows, queue);
   else if (p.w.n >= kManyColumns && tiles <= kFewTiles) start_few<2, 4>(p, rows, queue);  // tiles leave most SMs idle
-  else if (const int many = ceil_div(p.w.n, large::kTile) * ceil_div(rows, large::kTile);
-           p.w.n >= large::kTile && 4 * many >= 3 * sm_count() && p.w.k % kLaneColumns == 0 &&
-           (int)large::kBytes <= max_shared())
+  else if (large::is_faster(p, rows))
     start(queue, large::gemm_small_n_large_kernel, dim3(ceil_div(p.w.n, large::kTile), ceil_div(rows, large::kTile)),
           large::kThreads, large::kBytes, p, rows);
   else if (rows >= kManyRows && p.w.n >= kManyColumns && p.w.k % kLaneColumns == 0)
