@@ -10,6 +10,7 @@
 // rounded to 16 bits.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/kernels/attention/attention_decode_split.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
@@ -36,18 +37,21 @@ struct Boxes<true> {
 
 // own: the kernel also stores the tiles' rows in the cache, as store_cache() does. rotates: with RoPE. has_splits:
 // tiles may have several KV splits (not with kLean). own_rows: most own rows of a tile, if own. kPairs: two CTAs run on
-// an SM, so that one computes while the other waits; heads of few features leave registers for that.
-template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kBulk>
-__global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
+// an SM, so that one computes while the other waits; heads of few features leave registers for that. kRehearses: for a
+// single tile. The code of a kernel comes to an SM anew at each launch, which takes longer than to run it once. So a
+// CTA with one KV split first attends with rows of zeros, while the previous kernel computes, and then with the real
+// ones.
+template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kBulk, bool kRehearses>
+__global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean || kRehearses, kBulk)), kPairs ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
                          bool own, bool rotates, const __grid_constant__ Rope rope, int own_rows, int stages,
-                         const __grid_constant__ Boxes<kBulk> boxes) {
+                         const __grid_constant__ Boxes<kBulk> boxes, bool may_rehearse) {
   using S = Shape<kDim, kType, kBulk>;
   const bool several = !kLean && has_splits;
   extern __shared__ __align__(1024) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  constexpr bool kAhead = prepares_ahead(kLean, kBulk);
+  constexpr bool kAhead = prepares_ahead(kLean || kRehearses, kBulk);
   const auto memory_of = [&](int tile) {
     char* own = memory + fixed_bytes<S>(kAhead) + tile % 2 * 2 * own_rows * S::kRow;
     uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared)) + tile % 2 * kDecodePairs * S::kStride;
@@ -56,7 +60,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
   const uint32_t ring = shared_address(memory_of(kAhead).own_values + own_rows * S::kRow);
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
   // One thread of each warp: in a single warp the threads ran in turn, which took half a microsecond for 24 barriers.
-  constexpr int kThreads = threads(kLean, kPairs, kBulk), kArrivals = kBulk ? 1 : 32 * producers(kPairs, false);
+  constexpr int kThreads = threads(kPairs, kBulk, kAhead), kArrivals = kBulk ? 1 : 32 * producers(kPairs, false);
   for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += kThreads / 32)
     init_barrier(full + 8 * stage, kArrivals), init_barrier(empty + 8 * stage, kConsumers);
   if (kAhead && threadIdx.x < 2)
@@ -73,16 +77,16 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
   KvSplits splits(a, tiles, several, begin);
   if (!splits.left()) return;
   const int warp = threadIdx.x / 32;
-  const auto prepare = [&](int tile, int number, int warps) {  // by warp `number` of so many
+  const auto prepare = [&](int tile, int number, int warps, bool rehearses) {  // by warp `number` of so many
     prepare_tile<kDim, kType, is_short(kDim, kPairs), kBulk>(a, shared, memory_of(tile), splits, own, rotates, rope,
-                                                             number, warps);
+                                                             number, warps, rehearses);
   };
   if (kAhead && warp > kConsumers) {  // prepares all tiles but the first one
     await_previous();
     splits.next_tile();
     for (int tile = 1; splits.left(); splits.next_tile(), tile++) {
       if (tile > 1) wait_barrier(shared_address(shared.done + tile % 2), (tile - 2) / 2 % 2);
-      if (splits.rows().count) prepare(tile, warp - kConsumers - 1, preparers(kPairs));
+      if (splits.rows().count) prepare(tile, warp - kConsumers - 1, preparers(kPairs), false);
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive(shared_address(shared.ready + tile % 2));
     }
@@ -95,7 +99,9 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
   }
 
   Attender<kDim, kType, kLean, kPairs, kBulk> attender(a, shared, memory_of(0), ring, stages);
-  await_previous();
+  bool rehearses = kRehearses && may_rehearse && own && splits.left() == 1 && splits.rows().count &&
+                   2 * Extent<kLean>(splits.rows(), splits.split()).blocks <= stages;  // which keep keys and values
+  if (!rehearses) await_previous();
   PipelineStage place;
   bool begins = true, merges = false;
   int tile = 0;
@@ -107,11 +113,17 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
     }
     tile++;
   };
+  const auto end_rehearsal = [&] {
+    consumers_meet();  // no warp reads the rows of zeros any more
+    await_previous();
+    rehearses = false, begins = true;
+  };
   if (kAhead && splits.rows().count) {
-    prepare(0, warp, kConsumers);
+    prepare(0, warp, kConsumers, false);
     consumers_meet();
   }
-  for (; splits.left(); splits.next()) {
+#pragma unroll 1  // a rehearsal runs the same code
+  for (; splits.left(); rehearses ? end_rehearsal() : splits.next()) {
     const DecodeRows& rows = splits.rows();
     if (!rows.count) {
       end_tile();
@@ -122,7 +134,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
         if (tile > 0) wait_barrier(shared_address(shared.ready + tile % 2), (tile - 1) / 2 % 2);
       } else {
         if (tile > 0) consumers_meet();  // no warp reads the previous tile's rows any more
-        prepare(0, warp, kConsumers);
+        prepare(0, warp, kConsumers, rehearses);
         consumers_meet();
       }
       attender.begin_tile(splits, memory_of(kAhead ? tile : 0));
@@ -130,7 +142,8 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
       begins = false, merges = splits.split() == rows.first_split;
     }
     const Extent<kLean> extent(rows, splits.split());
-    attender.attend(extent, own, place);
+    attender.attend(extent, own, place, !rehearses);
+    if (rehearses) continue;
     place.advance(2 * extent.blocks, stages);
     if constexpr (kLean) {
       attender.end_split(), attender.write_total(splits), end_tile();
@@ -169,13 +182,14 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
   using S = Shape<kDim, kType, kBulk>;
   const int rows = own ? kOwnRows : 0, all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
   const auto fixed = [&](bool ahead) { return fixed_bytes<S>(ahead) + (ahead ? 4 : 2) * rows * S::kRow; };
+  const bool may_rehearse = !getenv("AS_NO_REHEARSAL");
   const int there = sm_count(), half = (max_shared() + kReserved) / 2 - kReserved;
   Boxes<kBulk> boxes;
   if constexpr (kBulk) boxes.map = boxes_of<kDim, kType>(a.cache);
   const auto launch = [&](auto kernel, int threads, int blocks, int stages, bool ahead = false) {
     const int bytes = fixed(ahead) + stages * S::kTensor;
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
-          rope ? *rope : Rope(), rows, stages, boxes);
+          rope ? *rope : Rope(), rows, stages, boxes, may_rehearse);
   };
   constexpr bool kAhead = prepares_ahead(false, kBulk);
   const auto stages_of = [&](int memory, bool ahead) {
@@ -184,16 +198,21 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
   if constexpr (kDim <= 128) {  // a CTA needs a stage for each block of a KV split's keys
     const int stages = stages_of(half, false), more = stages_of(half, kAhead);
     if (stages >= kBlocks && !several && all > there)
-      return launch(attend_decode_kernel<kDim, kType, true, true, kBulk>, threads(true, true, kBulk), 2 * there,
+      return launch(attend_decode_kernel<kDim, kType, true, true, kBulk, false>, threads(true, kBulk, false), 2 * there,
                     stages);
     if constexpr (kPaired<S>)  // with fewer tiles CTAs have few KV splits each, which are merged
       if (more >= kBlocks && several && count * a.cache.kv_heads > there)
-        return launch(attend_decode_kernel<kDim, kType, false, true, kBulk>, threads(false, true, kBulk), 2 * there,
-                      more, kAhead);
+        return launch(attend_decode_kernel<kDim, kType, false, true, kBulk, false>, threads(true, kBulk, kAhead),
+                      2 * there, more, kAhead);
   }
+  if constexpr (kBulk)
+    if (own && count == 1 && may_rehearse)
+      return launch(attend_decode_kernel<kDim, kType, false, false, kBulk, true>, threads(false, kBulk, false), there,
+                    std::min(stages_of(max_shared(), false), several ? kMaxStages : 2 * kBlocks));
   const int wanted = several || all > there ? kMaxStages : kShortStages;
   const int stages = std::min(stages_of(max_shared(), kAhead), wanted);
-  launch(attend_decode_kernel<kDim, kType, false, false, kBulk>, threads(false, false, kBulk), there, stages, kAhead);
+  launch(attend_decode_kernel<kDim, kType, false, false, kBulk, false>, threads(false, kBulk, kAhead), there, stages,
+         kAhead);
 }
 
 // The ring has a stage for each block of a KV split's keys (decode_plan.h). So a waiting warp cannot confuse its block

@@ -75,8 +75,8 @@ class Attender {
     all_from_ = a_.window ? max(0, rows.position(rows.count - 1) - a_.window + 1) : 0, all_to_ = rows.tile.start;
   }
 
-  // place: the pipeline stage of the KV split's first keys.
-  __device__ void attend(const Extent<kLean>& extent, bool own, PipelineStage place) {
+  // place: the pipeline stage of the KV split's first keys. releases: its stages become free.
+  __device__ void attend(const Extent<kLean>& extent, bool own, PipelineStage place, bool releases) {
     const int lane_ = opaque(this->lane_), warp_ = opaque(this->warp_);
     const int from_rows = own ? extent.start : extent.last + 1;  // positions from here on are own rows
     const uint32_t keys = shared_address(memory_.own_keys), values = shared_address(memory_.own_values);
@@ -162,7 +162,7 @@ class Attender {
         }
       }
       __syncwarp();
-      if (lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // with the block's other warp: kConsumers
+      if (releases && lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // two warps: kConsumers
     }
     const int thread_first = extent.begin + block * kTokens + first + lane_ % 4 * 2;
     const auto position_of = [&](int t, int i) { return thread_first + t * 8 + i % 2; };
@@ -333,7 +333,7 @@ class Attender {
         }
       }
       __syncwarp();
-      if (lane_ == 0) arrive(empty_ + 8 * place.stage);
+      if (releases && lane_ == 0) arrive(empty_ + 8 * place.stage);
       place = next;
     }
   }

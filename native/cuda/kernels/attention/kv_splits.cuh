@@ -15,8 +15,8 @@ __host__ __device__ constexpr int producers(bool pairs, bool bulk) { return bulk
 // Whether warps of their own prepare a tile (prepare_tile()) while the one before it is computed, and how many.
 __host__ __device__ constexpr bool prepares_ahead(bool lean, bool bulk) { return bulk && !lean; }
 __host__ __device__ constexpr int preparers(bool pairs) { return pairs ? 1 : 3; }
-__host__ __device__ constexpr int threads(bool lean, bool pairs, bool bulk) {
-  return 32 * (kConsumers + producers(pairs, bulk) + (prepares_ahead(lean, bulk) ? preparers(pairs) : 0));
+__host__ __device__ constexpr int threads(bool pairs, bool bulk, bool ahead) {
+  return 32 * (kConsumers + producers(pairs, bulk) + (ahead ? preparers(pairs) : 0));
 }
 constexpr int kReserved = 1 << 10;  // bytes of a CTA's shared memory that the system reserves
 constexpr int kShortStages = 6, kMaxStages = 24;
