@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
   if (!splits.left()) return;
   const int warp = threadIdx.x / 32;
   const auto prepare = [&](int tile, int number, int warps, bool rehearses) {  // by warp `number` of so many
-    prepare_tile<kDim, kType, is_short(kDim, kPairs), kBulk>(a, shared, memory_of(tile), splits, own, rotates, rope,
+    prepare_tile<kDim, kType, is_short(kDim, kPairs || kRehearses), kBulk>(a, shared, memory_of(tile), splits, own, rotates, rope,
                                                              number, warps, rehearses);
   };
   if (kAhead && warp > kConsumers) {  // prepares all tiles but the first one
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
     return;
   }
 
-  Attender<kDim, kType, kLean, kPairs, kBulk> attender(a, shared, memory_of(0), ring, stages);
+  Attender<kDim, kType, kLean, kPairs || kRehearses, kBulk> attender(a, shared, memory_of(0), ring, stages);
   bool rehearses = kRehearses && may_rehearse && own && splits.left() == 1 && splits.rows().count &&
                    2 * Extent<kLean>(splits.rows(), splits.split()).blocks <= stages;  // which keep keys and values
   if (!rehearses) await_previous();
