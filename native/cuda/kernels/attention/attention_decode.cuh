@@ -182,7 +182,8 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
   using S = Shape<kDim, kType, kBulk>;
   const int rows = own ? kOwnRows : 0, all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
   const auto fixed = [&](bool ahead) { return fixed_bytes<S>(ahead) + (ahead ? 4 : 2) * rows * S::kRow; };
-  const bool may_rehearse = !getenv("AS_NO_REHEARSAL");
+  const char* mode = getenv("AS_NO_REHEARSAL");
+  const bool old = mode && *mode == '1', may_rehearse = !mode;
   const int there = sm_count(), half = (max_shared() + kReserved) / 2 - kReserved;
   Boxes<kBulk> boxes;
   if constexpr (kBulk) boxes.map = boxes_of<kDim, kType>(a.cache);
@@ -206,7 +207,7 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
                       2 * there, more, kAhead);
   }
   if constexpr (kBulk)
-    if (own && count == 1 && may_rehearse)
+    if (own && count == 1 && !old)
       return launch(attend_decode_kernel<kDim, kType, false, false, kBulk, true>, threads(false, kBulk, false), there,
                     std::min(stages_of(max_shared(), false), several ? kMaxStages : 2 * kBlocks));
   const int wanted = several || all > there ? kMaxStages : kShortStages;
