@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
   if (!splits.left()) return;
   const int warp = threadIdx.x / 32;
   const auto prepare = [&](int tile, int number, int warps, bool rehearses) {  // by warp `number` of so many
-    prepare_tile<kDim, kType, is_short(kDim, kPairs || kRehearses), kBulk>(a, shared, memory_of(tile), splits, own, rotates, rope,
-                                                             number, warps, rehearses);
+    prepare_tile<kDim, kType, is_short(kDim, kPairs || kRehearses), kBulk>(a, shared, memory_of(tile), splits, own,
+                                                                           rotates, rope, number, warps, rehearses);
   };
   if (kAhead && warp > kConsumers) {  // prepares all tiles but the first one
     await_previous();
