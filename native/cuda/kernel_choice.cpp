@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include <cstdlib>
 #include "cuda/kernels/attention/decode_plan.h"
 #include "cuda/kernels/attention/latent_plan.h"
 #include "cuda/kernels/comm/sum_ranks.h"
@@ -86,7 +87,7 @@ GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows) {
   const bool is_long = SplitK(w.k, w.max_split_k).length >= 32;
   if (rows > 256 || prefill_is_best(chip, w, rows)) return GemmAlgo::prefill;
   if (w.max_split_k == 1) return GemmAlgo::stream_k;
-  const int64_t small = is_long ? kSmallAndLong : rows == 1 ? kSmallOfRow : kSmall;
+  const int64_t small = is_long ? kSmallAndLong : rows == 1 && !getenv("AS_OLD") ? kSmallOfRow : kSmall;
   return rows <= 8 && (int64_t)w.n * w.k < small ? GemmAlgo::mma : GemmAlgo::split_k;
 }
 

@@ -37,21 +37,19 @@ struct Boxes<true> {
 
 // own: the kernel also stores the tiles' rows in the cache, as store_cache() does. rotates: with RoPE. has_splits:
 // tiles may have several KV splits (not with kLean). own_rows: most own rows of a tile, if own. kPairs: two CTAs run on
-// an SM, so that one computes while the other waits; heads of few features leave registers for that. kRehearses: for a
-// single tile. The code of a kernel comes to an SM anew at each launch, which takes longer than to run it once. So a
-// CTA with one KV split first attends with rows of zeros, while the previous kernel computes, and then with the real
-// ones.
-template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kBulk, bool kRehearses>
-__global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean || kRehearses, kBulk)), kPairs ? 2 : 1)
+// an SM, so that one computes while the other waits; heads of few features leave registers for that. kAlone: for a
+// single tile, whose CTAs have little to do: code is short, and no warps prepare tiles ahead.
+template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kAlone, bool kBulk>
+__global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean, kAlone, kBulk)), kPairs ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
                          bool own, bool rotates, const __grid_constant__ Rope rope, int own_rows, int stages,
-                         const __grid_constant__ Boxes<kBulk> boxes, bool may_rehearse) {
+                         const __grid_constant__ Boxes<kBulk> boxes) {
   using S = Shape<kDim, kType, kBulk>;
   const bool several = !kLean && has_splits;
   extern __shared__ __align__(1024) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  constexpr bool kAhead = prepares_ahead(kLean || kRehearses, kBulk);
+  constexpr bool kAhead = prepares_ahead(kLean, kAlone, kBulk), kShort = is_short(kDim, kPairs || kAlone);
   const auto memory_of = [&](int tile) {
     char* own = memory + fixed_bytes<S>(kAhead) + tile % 2 * 2 * own_rows * S::kRow;
     uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared)) + tile % 2 * kDecodePairs * S::kStride;
@@ -77,16 +75,15 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
   KvSplits splits(a, tiles, several, begin);
   if (!splits.left()) return;
   const int warp = threadIdx.x / 32;
-  const auto prepare = [&](int tile, int number, int warps, bool rehearses) {  // by warp `number` of so many
-    prepare_tile<kDim, kType, is_short(kDim, kPairs || kRehearses), kBulk>(a, shared, memory_of(tile), splits, own,
-                                                                           rotates, rope, number, warps, rehearses);
+  const auto prepare = [&](int tile, int number, int warps) {  // by warp `number` of so many
+    prepare_tile<kDim, kType, kShort, kBulk>(a, shared, memory_of(tile), splits, own, rotates, rope, number, warps);
   };
   if (kAhead && warp > kConsumers) {  // prepares all tiles but the first one
     await_previous();
     splits.next_tile();
     for (int tile = 1; splits.left(); splits.next_tile(), tile++) {
       if (tile > 1) wait_barrier(shared_address(shared.done + tile % 2), (tile - 2) / 2 % 2);
-      if (splits.rows().count) prepare(tile, warp - kConsumers - 1, preparers(kPairs), false);
+      if (splits.rows().count) prepare(tile, warp - kConsumers - 1, preparers(kPairs));
       __syncwarp();
       if (threadIdx.x % 32 == 0) arrive(shared_address(shared.ready + tile % 2));
     }
@@ -98,10 +95,8 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
     return;
   }
 
-  Attender<kDim, kType, kLean, kPairs || kRehearses, kBulk> attender(a, shared, memory_of(0), ring, stages);
-  bool rehearses = kRehearses && may_rehearse && own && splits.left() == 1 && splits.rows().count &&
-                   2 * Extent<kLean>(splits.rows(), splits.split()).blocks <= stages;  // which keep keys and values
-  if (!rehearses) await_previous();
+  Attender<kDim, kType, kLean, kShort, kBulk> attender(a, shared, memory_of(0), ring, stages);
+  await_previous();
   PipelineStage place;
   bool begins = true, merges = false;
   int tile = 0;
@@ -113,17 +108,11 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
     }
     tile++;
   };
-  const auto end_rehearsal = [&] {
-    consumers_meet();  // no warp reads the rows of zeros any more
-    await_previous();
-    rehearses = false, begins = true;
-  };
   if (kAhead && splits.rows().count) {
-    prepare(0, warp, kConsumers, false);
+    prepare(0, warp, kConsumers);
     consumers_meet();
   }
-#pragma unroll 1  // a rehearsal runs the same code
-  for (; splits.left(); rehearses ? end_rehearsal() : splits.next()) {
+  for (; splits.left(); splits.next()) {
     const DecodeRows& rows = splits.rows();
     if (!rows.count) {
       end_tile();
@@ -134,7 +123,7 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
         if (tile > 0) wait_barrier(shared_address(shared.ready + tile % 2), (tile - 1) / 2 % 2);
       } else {
         if (tile > 0) consumers_meet();  // no warp reads the previous tile's rows any more
-        prepare(0, warp, kConsumers, rehearses);
+        prepare(0, warp, kConsumers);
         consumers_meet();
       }
       attender.begin_tile(splits, memory_of(kAhead ? tile : 0));
@@ -142,8 +131,7 @@ __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean ||
       begins = false, merges = splits.split() == rows.first_split;
     }
     const Extent<kLean> extent(rows, splits.split());
-    attender.attend(extent, own, place, !rehearses);
-    if (rehearses) continue;
+    attender.attend(extent, own, place);
     place.advance(2 * extent.blocks, stages);
     if constexpr (kLean) {
       attender.end_split(), attender.write_total(splits), end_tile();
@@ -182,38 +170,36 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
   using S = Shape<kDim, kType, kBulk>;
   const int rows = own ? kOwnRows : 0, all = count * a.cache.kv_heads * (several ? a.max_splits : 1);
   const auto fixed = [&](bool ahead) { return fixed_bytes<S>(ahead) + (ahead ? 4 : 2) * rows * S::kRow; };
-  const char* mode = getenv("AS_NO_REHEARSAL");
-  const bool old = mode && *mode == '1', may_rehearse = !mode;
   const int there = sm_count(), half = (max_shared() + kReserved) / 2 - kReserved;
   Boxes<kBulk> boxes;
   if constexpr (kBulk) boxes.map = boxes_of<kDim, kType>(a.cache);
   const auto launch = [&](auto kernel, int threads, int blocks, int stages, bool ahead = false) {
     const int bytes = fixed(ahead) + stages * S::kTensor;
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
-          rope ? *rope : Rope(), rows, stages, boxes, may_rehearse);
+          rope ? *rope : Rope(), rows, stages, boxes);
   };
-  constexpr bool kAhead = prepares_ahead(false, kBulk);
+  constexpr bool kAhead = prepares_ahead(false, false, kBulk);
   const auto stages_of = [&](int memory, bool ahead) {
     return std::min((memory - fixed(ahead)) / S::kTensor, kMaxStages);
   };
   if constexpr (kDim <= 128) {  // a CTA needs a stage for each block of a KV split's keys
     const int stages = stages_of(half, false), more = stages_of(half, kAhead);
     if (stages >= kBlocks && !several && all > there)
-      return launch(attend_decode_kernel<kDim, kType, true, true, kBulk, false>, threads(true, kBulk, false), 2 * there,
+      return launch(attend_decode_kernel<kDim, kType, true, true, false, kBulk>, threads(true, kBulk, false), 2 * there,
                     stages);
     if constexpr (kPaired<S>)  // with fewer tiles CTAs have few KV splits each, which are merged
       if (more >= kBlocks && several && count * a.cache.kv_heads > there)
-        return launch(attend_decode_kernel<kDim, kType, false, true, kBulk, false>, threads(true, kBulk, kAhead),
+        return launch(attend_decode_kernel<kDim, kType, false, true, false, kBulk>, threads(true, kBulk, kAhead),
                       2 * there, more, kAhead);
   }
-  if constexpr (kBulk)
-    if (own && count == 1 && !old)
-      return launch(attend_decode_kernel<kDim, kType, false, false, kBulk, true>, threads(false, kBulk, false), there,
-                    std::min(stages_of(max_shared(), false), several ? kMaxStages : 2 * kBlocks));
-  const int wanted = several || all > there ? kMaxStages : kShortStages;
-  const int stages = std::min(stages_of(max_shared(), kAhead), wanted);
-  launch(attend_decode_kernel<kDim, kType, false, false, kBulk, false>, threads(false, kBulk, kAhead), there, stages,
-         kAhead);
+  const auto launch_one = [&](auto kernel, bool ahead) {
+    const int wanted = several || all > there ? kMaxStages : kShortStages;
+    launch(kernel, threads(false, kBulk, ahead), there, std::min(stages_of(max_shared(), ahead), wanted), ahead);
+  };
+  if constexpr (kBulk && !is_large(kDim))
+    if (count == 1 && !getenv("AS_OLD"))
+      return launch_one(attend_decode_kernel<kDim, kType, false, false, true, kBulk>, false);
+  launch_one(attend_decode_kernel<kDim, kType, false, false, false, kBulk>, kAhead);
 }
 
 // The ring has a stage for each block of a KV split's keys (decode_plan.h). So a waiting warp cannot confuse its block

@@ -13,24 +13,13 @@ struct TileMemory {
   char *own_keys, *own_values;
 };
 
-// What a rehearsal reads in place of a head, and of RoPE's tables.
-__device__ const float kNoHead[kLargestPadded] = {};
-
 // Reads a tile's queries; own: also stores the own rows that lie in the CTA's KV splits. Tiles of a sequence store the
 // rows that they share alike. warp: number of the calling warp among `warps`, which share the work; rotates: with RoPE.
-// rehearses: rows are zeros, since those of the step are not there yet, and the cache stays as it is.
 template <int kDim, CacheType kType, bool kShort, bool kBulk>
 __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemory& memory, const KvSplits& splits,
-                             bool own, bool rotates, const Rope& step_rope, int warp, int warps, bool rehearses) {
+                             bool own, bool rotates, const Rope& rope, int warp, int warps) {
   using S = Shape<kDim, kType, kBulk>;
-  static_assert(kDim <= kLargestPadded);
   const DecodeRows& rows = splits.rows();
-  Rope rope = step_rope;
-  if (rehearses) rope.table.cosine = rope.table.sine = const_cast<float*>(kNoHead);
-  const auto head_at = [&](int row, int column) {
-    return rehearses ? kNoHead : a.qkv + (size_t)row * a.width + (size_t)column * kDim;
-  };
-  const auto angles_of = [&](int row) { return rehearses ? 0 : row; };
   const auto write_query = [&](const RopeHead<kDim>& head, int i) {
     head.write(reinterpret_cast<char*>(memory.queries + i * S::kStride),
                [](int feature) { return S::query_at(feature) * 2; });
@@ -43,7 +32,8 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
       if (!rows.has(item, kv_head)) continue;
       const int row = rows.row(item);
       RopeHead<kDim> head;
-      head.read(head_at(row, rows.head(item, kv_head)), a.query_norm, angles_of(row), rope, rotates);
+      head.read(a.qkv + (size_t)row * a.width + (size_t)rows.head(item, kv_head) * kDim, a.query_norm, row, rope,
+                rotates);
       write_query(head, item);
       continue;
     }
@@ -52,6 +42,7 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
     if (query ? !rows.has(i, kv_head) : split < splits.split() || split > splits.last_own()) continue;
     const int row = query ? rows.row(i) : rows.tile.row - rows.tile.before + i;
     const int column = query ? rows.head(i, kv_head) : a.width / kDim - 2 * a.cache.kv_heads + kv_head;
+    const float* from = a.qkv + (size_t)row * a.width + (size_t)column * kDim;
     const int size = a.cache.span_size, place = at & (size - 1);  // size: a power of two
     int span = 0;
     Norm norm = a.query_norm;
@@ -59,9 +50,9 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
     if (!query) {  // loaded before the head to overlap latencies
       norm = a.key_norm;
       span = a.tables[rows.tile.table + (at >> (31 - __clz(size)))];
-      value.read(head_at(row, column + a.cache.kv_heads), Norm(), row, rope, false);
+      value.read(from + a.cache.kv_heads * kDim, Norm(), row, rope, false);
     }
-    head.read(head_at(row, column), norm, angles_of(row), rope, rotates);
+    head.read(from, norm, row, rope, rotates);
     if (query) {
       write_query(head, i);
       continue;
@@ -72,12 +63,12 @@ __device__ void prepare_tile(const Attention& a, Shared& shared, const TileMemor
       const auto place_of = [&](int byte) { return S::chunk_at(row_at, byte / 16) + byte % 16; };
       float* scales = reinterpret_cast<float*>(to + a.cache.scales_at()) + place;
       head.template quantize<kType>(to + place * S::kBytes, memory.own_keys, place_of, scales, size,
-                                    &shared.own_scales[0][i], kOwnRows, !rehearses);
+                                    &shared.own_scales[0][i], kOwnRows);
       value.template quantize<kType>(to + (size + place) * S::kBytes, memory.own_values, place_of, scales + 2 * size,
-                                     size, &shared.own_scales[2][i], kOwnRows, !rehearses);
+                                     size, &shared.own_scales[2][i], kOwnRows);
     } else {
       uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
-      if (!rehearses) head.write(rows_there), value.write(rows_there + size * kDim);
+      head.write(rows_there), value.write(rows_there + size * kDim);
       const auto place_of = [&](int feature) { return S::chunk_at(row_at, feature / 8) + feature % 8 * 2; };
       head.write(memory.own_keys, place_of), value.write(memory.own_values, place_of);
     }

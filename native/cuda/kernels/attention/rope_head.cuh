@@ -60,11 +60,10 @@ struct RopeHead {
         *reinterpret_cast<uint16_t*>(to + place(f)) = to_dtype16(x[i]);
   }
   // Quantizes for the cache. Quantized values go to `to` and, at the offset of `place`, to `also`. In scales and
-  // also_scales the minimum follows the scale at a distance of apart and also_apart floats. stores: false if only
-  // `also` and also_scales are written.
+  // also_scales the minimum follows the scale at a distance of apart and also_apart floats.
   template <CacheType kType, typename Place>
   __device__ void quantize(char* to, char* also, Place place, float* scales, int apart, float* also_scales,
-                           int also_apart, bool stores) const {
+                           int also_apart) const {
     constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
     const int lane = threadIdx.x % 32;
     float low = INFINITY, high = -INFINITY;
@@ -82,17 +81,13 @@ struct RopeHead {
       int quant = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.quant(x[i]);
       if (kBits == 4) {
         quant |= __shfl_down_sync(0xffffffffu, quant, 1) << 4;
-        if (f >= kDim || f % 2) continue;
-        also[place(f / 2)] = (char)quant;
-        if (stores) to[f / 2] = (char)quant;
+        if (f < kDim && f % 2 == 0) to[f / 2] = also[place(f / 2)] = (char)quant;
       } else if (f < kDim) {
-        also[place(f)] = (char)quant;
-        if (stores) to[f] = (char)quant;
+        to[f] = also[place(f)] = (char)quant;
       }
     }
     if (lane || kType == CacheType::float8) return;
-    also_scales[0] = levels.scale(), also_scales[also_apart] = levels.minimum();
-    if (stores) scales[0] = levels.scale(), scales[apart] = levels.minimum();
+    scales[0] = also_scales[0] = levels.scale(), scales[apart] = also_scales[also_apart] = levels.minimum();
   }
 };
 
