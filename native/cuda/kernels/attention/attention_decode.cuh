@@ -197,7 +197,7 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
     launch(kernel, threads(false, kBulk, ahead), there, std::min(stages_of(max_shared(), ahead), wanted), ahead);
   };
   if constexpr (kBulk && !is_large(kDim))
-    if (count == 1 && !getenv("AS_OLD"))
+    if ((count == 1 || (getenv("AS_FEW") && !several && all <= there)) && !getenv("AS_OLD"))
       return launch_one(attend_decode_kernel<kDim, kType, false, false, true, kBulk>, false);
   launch_one(attend_decode_kernel<kDim, kType, false, false, false, kBulk>, kAhead);
 }
