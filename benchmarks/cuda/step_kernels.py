@@ -1,8 +1,8 @@
 """Shows the time of a step, kernel by kernel, as CUPTI records it (torch's profiler sees the whole process).
 
-`python step_kernels.py [7b] [decode=1,8] [at=128] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, with
-bench_cuda.py's arguments; at: the context of decoding. Steps are timed without the profiler first. Prompts are one step
-of all their rows.
+`python step_kernels.py [7b] [decode=1,8] [at=128] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]
+[layers=8]`, with bench_cuda.py's arguments; at: the context of decoding. Steps are timed without the profiler first.
+Prompts are one step of all their rows.
 
 A kernel's time runs from the end of the previous one to its own end, so that overlapping kernels do not count twice.
 Kernels that depend on what ran before them (a GEMM after a norm, after attention, …) have lines of their own.
@@ -55,6 +55,8 @@ def show_kernels(kernels: list[tuple[float, float, str]], steps: int, title: str
 def main(arguments: list[str]) -> None:
     name = arguments[0] if arguments and arguments[0] in SHAPES else "7b"
     asked = dict(a.split("=") for a in arguments if "=" in a)
+    hidden, layers, *rest = SHAPES[name]
+    SHAPES[name] = (hidden, int(asked.get("layers", layers)), *rest)
     batches = [int(b) for b in asked.get("decode", "1").split(",") if b]
     prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
     at = int(asked.get("at", 128))

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include <cstdlib>
 #include "cuda/kernels/attention/decode_plan.h"
 #include "cuda/kernels/attention/latent_plan.h"
 #include "cuda/kernels/comm/sum_ranks.h"
@@ -80,12 +81,14 @@ bool prefill_is_best_by_mma(const Chip& chip, const Gemm& g, int rows) {
 
 // The fastest kernel but gemv() for 16-bit weights on Hopper.
 GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows) {
-  // A matrix with fewer values is read before clusters would start. The second limit is for long split-K parts.
-  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
+  // A matrix with fewer values is read before clusters would start. The second limit is for long split-K parts, the
+  // third one for gemv().
+  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20, kSmallOfRow = 8 << 20;
   const bool is_long = SplitK(w.k, w.max_split_k).length >= 32;
   if (rows > 256 || prefill_is_best(chip, w, rows)) return GemmAlgo::prefill;
   if (w.max_split_k == 1) return GemmAlgo::stream_k;
-  return rows <= 8 && (int64_t)w.n * w.k < (is_long ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
+  const int64_t small = is_long ? kSmallAndLong : rows == 1 && !getenv("AS_OLD") ? kSmallOfRow : kSmall;
+  return rows <= 8 && (int64_t)w.n * w.k < small ? GemmAlgo::mma : GemmAlgo::split_k;
 }
 
 // The kernel that norms or quantizes the single row of a step itself; simt: there is none. These kernels do not push

@@ -261,6 +261,7 @@ SLOW_MEMORY = {"read": 800, "widen": [14, 13]}  # GDDR
 @pytest.mark.parametrize("chip, shape, options, expected", [
     ({}, (4608, 3584, "bfloat16"), {"normed": True}, [(1, "gemv, norms"), (128, "split_k"), (None, "prefill")]),
     ({}, (3584, 3584, "float16"), {}, [(1, "gemv"), (128, "split_k"), (None, "prefill")]),
+    ({}, (2048, 4096, "bfloat16"), {}, [(1, "gemv"), (8, "mma"), (128, "split_k"), (None, "prefill")]),
     ({}, (3584, 18944, "bfloat16"), {"pushed": True}, [(256, "split_k"), (None, "prefill")]),
     ({}, (4608, 3584, "bfloat16"), {"normed": True, "pushed": True}, [(128, "split_k"), (None, "prefill")]),
     ({}, (2304, 3584, "bfloat16"), {"normed": True}, [(8, "mma"), (128, "split_k"), (None, "prefill")]),

@@ -10,6 +10,7 @@
 // rounded to 16 bits.
 #pragma once
 #include <algorithm>
+#include <cstdlib>
 
 #include "cuda/kernels/attention/attention_decode_split.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
@@ -36,9 +37,10 @@ struct Boxes<true> {
 
 // own: the kernel also stores the tiles' rows in the cache, as store_cache() does. rotates: with RoPE. has_splits:
 // tiles may have several KV splits (not with kLean). own_rows: most own rows of a tile, if own. kPairs: two CTAs run on
-// an SM, so that one computes while the other waits; heads of few features leave registers for that.
-template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kBulk>
-__global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
+// an SM, so that one computes while the other waits; heads of few features leave registers for that. kAlone: for a
+// single tile, whose CTAs have little to do: code is short, and no warps prepare tiles ahead.
+template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kAlone, bool kBulk>
+__global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean, kAlone, kBulk)), kPairs ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
                          bool own, bool rotates, const __grid_constant__ Rope rope, int own_rows, int stages,
                          const __grid_constant__ Boxes<kBulk> boxes) {
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
   extern __shared__ __align__(1024) char memory[];
   let_next_begin();
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  constexpr bool kAhead = prepares_ahead(kLean, kBulk);
+  constexpr bool kAhead = prepares_ahead(kLean, kAlone, kBulk), kShort = is_short(kDim, kPairs || kAlone);
   const auto memory_of = [&](int tile) {
     char* own = memory + fixed_bytes<S>(kAhead) + tile % 2 * 2 * own_rows * S::kRow;
     uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared)) + tile % 2 * kDecodePairs * S::kStride;
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
   const uint32_t ring = shared_address(memory_of(kAhead).own_values + own_rows * S::kRow);
   const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
   // One thread of each warp: in a single warp the threads ran in turn, which took half a microsecond for 24 barriers.
-  constexpr int kThreads = threads(kLean, kPairs, kBulk), kArrivals = kBulk ? 1 : 32 * producers(kPairs, false);
+  constexpr int kThreads = threads(kPairs, kBulk, kAhead), kArrivals = kBulk ? 1 : 32 * producers(kPairs, false);
   for (int stage = threadIdx.x / 32; threadIdx.x % 32 == 0 && stage < stages; stage += kThreads / 32)
     init_barrier(full + 8 * stage, kArrivals), init_barrier(empty + 8 * stage, kConsumers);
   if (kAhead && threadIdx.x < 2)
@@ -74,8 +76,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
   if (!splits.left()) return;
   const int warp = threadIdx.x / 32;
   const auto prepare = [&](int tile, int number, int warps) {  // by warp `number` of so many
-    prepare_tile<kDim, kType, is_short(kDim, kPairs), kBulk>(a, shared, memory_of(tile), splits, own, rotates, rope,
-                                                             number, warps);
+    prepare_tile<kDim, kType, kShort, kBulk>(a, shared, memory_of(tile), splits, own, rotates, rope, number, warps);
   };
   if (kAhead && warp > kConsumers) {  // prepares all tiles but the first one
     await_previous();
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(threads(kLean, kPairs, kBulk), kPairs ? 2 : 1)
     return;
   }
 
-  Attender<kDim, kType, kLean, kPairs, kBulk> attender(a, shared, memory_of(0), ring, stages);
+  Attender<kDim, kType, kLean, kShort, kBulk> attender(a, shared, memory_of(0), ring, stages);
   await_previous();
   PipelineStage place;
   bool begins = true, merges = false;
@@ -177,23 +178,28 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
     start(queue, kernel, dim3(std::min(all, blocks)), threads, bytes, a, tiles, count, several, own, rope != nullptr,
           rope ? *rope : Rope(), rows, stages, boxes);
   };
-  constexpr bool kAhead = prepares_ahead(false, kBulk);
+  constexpr bool kAhead = prepares_ahead(false, false, kBulk);
   const auto stages_of = [&](int memory, bool ahead) {
     return std::min((memory - fixed(ahead)) / S::kTensor, kMaxStages);
   };
   if constexpr (kDim <= 128) {  // a CTA needs a stage for each block of a KV split's keys
     const int stages = stages_of(half, false), more = stages_of(half, kAhead);
     if (stages >= kBlocks && !several && all > there)
-      return launch(attend_decode_kernel<kDim, kType, true, true, kBulk>, threads(true, true, kBulk), 2 * there,
+      return launch(attend_decode_kernel<kDim, kType, true, true, false, kBulk>, threads(true, kBulk, false), 2 * there,
                     stages);
     if constexpr (kPaired<S>)  // with fewer tiles CTAs have few KV splits each, which are merged
       if (more >= kBlocks && several && count * a.cache.kv_heads > there)
-        return launch(attend_decode_kernel<kDim, kType, false, true, kBulk>, threads(false, true, kBulk), 2 * there,
-                      more, kAhead);
+        return launch(attend_decode_kernel<kDim, kType, false, true, false, kBulk>, threads(true, kBulk, kAhead),
+                      2 * there, more, kAhead);
   }
-  const int wanted = several || all > there ? kMaxStages : kShortStages;
-  const int stages = std::min(stages_of(max_shared(), kAhead), wanted);
-  launch(attend_decode_kernel<kDim, kType, false, false, kBulk>, threads(false, false, kBulk), there, stages, kAhead);
+  const auto launch_one = [&](auto kernel, bool ahead) {
+    const int wanted = several || all > there ? kMaxStages : kShortStages;
+    launch(kernel, threads(false, kBulk, ahead), there, std::min(stages_of(max_shared(), ahead), wanted), ahead);
+  };
+  if constexpr (kBulk && !is_large(kDim))
+    if ((count == 1 || (getenv("AS_FEW") && !several && all <= there)) && !getenv("AS_OLD"))
+      return launch_one(attend_decode_kernel<kDim, kType, false, false, true, kBulk>, false);
+  launch_one(attend_decode_kernel<kDim, kType, false, false, false, kBulk>, kAhead);
 }
 
 // The ring has a stage for each block of a KV split's keys (decode_plan.h). So a waiting warp cannot confuse its block

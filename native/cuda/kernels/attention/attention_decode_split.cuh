@@ -10,9 +10,12 @@ namespace decode {
 static_assert(kBlocks == 4);  // as in Attender::attend()
 
 // Whether code is kept short: one path for queries and keys, loops that are not unrolled. Two CTAs on an SM have few
-// registers. And each launch fetches its code anew, which takes longer than to run code of large heads once.
+// registers. And each launch fetches its code anew, which takes longer than to run it once: so do code of large heads,
+// and CTAs that have one KV split. pairs_or_alone: see attend_decode_kernel().
 __host__ __device__ constexpr bool is_large(int head_dim) { return head_dim > 128; }
-__host__ __device__ constexpr bool is_short(int head_dim, bool pairs) { return pairs || is_large(head_dim); }
+__host__ __device__ constexpr bool is_short(int head_dim, bool pairs_or_alone) {
+  return pairs_or_alone || is_large(head_dim);
+}
 
 template <int kBytes>
 __device__ inline uint32_t load_shared(uint32_t address) {
@@ -44,9 +47,9 @@ __device__ inline int opaque(int x) {
   return x;
 }
 
-// The computing warps' state for a KV split. kLean: tiles have only one KV split. kPairs: uses few registers. kBulk:
-// the layout of keys and values (Shape).
-template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kBulk>
+// The computing warps' state for a KV split. kLean: tiles have only one KV split. kShort: see is_short(). kBulk: the
+// layout of keys and values (Shape).
+template <int kDim, CacheType kType, bool kLean, bool kShort, bool kBulk>
 class Attender {
  public:
   __device__ Attender(const Attention& a, Shared& shared, const TileMemory& memory, uint32_t ring, int stages)
@@ -383,7 +386,6 @@ class Attender {
   static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
   static constexpr int kOwnChunks = S::kPacked ? kOwn / 2 : kOwn;  // of 16 bytes
   static_assert(kEights % kOwn == 0 && (!S::kPacked || kOwn % 2 == 0));
-  static constexpr bool kShort = is_short(kDim, kPairs);
   static constexpr int kUnrolled = is_large(kDim) ? 4 : kSteps;  // steps of the scores
   using Values = float[kOwn][4];
 

@@ -255,17 +255,23 @@ bool has_small_n(const Matrix& m) {
 }
 
 void gemm_small_n(const GemmArgs& p, int rows, const Queue& queue) {
-  constexpr int kManyRows = 256, kManyColumns = kTile / 2, kFewTiles = 32, kFewValues = 2048;
+  constexpr int kManyRows = 256, kManyColumns = kTile / 2, kFewTiles = 32, kFewValues = 2048, kSomeValues = 32768;
   const int tiles = ceil_div(p.w.n, kTile) * ceil_div(rows, kTile);
-  if (rows <= 4 * kWarps || (p.w.n >= kManyColumns && rows * p.w.n <= kFewValues)) start_few<1, 1>(p, rows, queue);
-  else if (p.w.n >= kManyColumns && tiles <= kFewTiles) start_few<2, 4>(p, rows, queue);  // tiles leave most SMs idle
-  else if (large::is_faster(p, rows))
+  if (rows <= 4 * kWarps || (p.w.n >= kManyColumns && rows * p.w.n <= kFewValues)) {
+    start_few<1, 1>(p, rows, queue);
+  } else if (p.w.n >= kManyColumns && tiles <= kFewTiles) {  // tiles leave most SMs idle
+    // Twice as many columns halve the reads of rows; all SMs must have some.
+    const bool wide = rows * p.w.n >= kSomeValues && 8 * sizeof(float) * padded_columns(p.w.k) <= (size_t)max_shared();
+    (wide ? start_few<2, 8> : start_few<2, 4>)(p, rows, queue);
+  } else if (large::is_faster(p, rows)) {
     start(queue, large::gemm_small_n_large_kernel, dim3(ceil_div(p.w.n, large::kTile), ceil_div(rows, large::kTile)),
           large::kThreads, large::kBytes, p, rows);
-  else if (rows >= kManyRows && p.w.n >= kManyColumns && p.w.k % kLaneColumns == 0)
+  } else if (rows >= kManyRows && p.w.n >= kManyColumns && p.w.k % kLaneColumns == 0) {
     start(queue, gemm_small_n_tiles_kernel, dim3(ceil_div(p.w.n, kTile), ceil_div(rows, kTile)), 32 * kTileWarps,
           kStages * kStage * sizeof(float), p, rows);
-  else start_few<8, 4>(p, rows, queue);
+  } else {
+    start_few<8, 4>(p, rows, queue);
+  }
 }
 
 }  // namespace as::cuda

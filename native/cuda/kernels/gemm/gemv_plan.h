@@ -27,7 +27,11 @@ struct GemvPlan {
     constexpr size_t kAll = 226 << 10, kFixed = 2 << 10;  // shared memory of an SM; of a CTA, except stages and rows
     constexpr int kMaxAtOnce = 3;                         // CTAs on an SM
     const int block_bytes = w.kind == Kind::dtype16 ? kBlockBytes : kBlockValues, row_bytes = block_bytes / kBlock;
-    const int at_once = (blocks_of(w.n) * k.count + sms - 1) / sms, stage_blocks = kStageBytes / block_bytes;
+    // Clusters run on ten of eleven SMs at once. All have room, since those that begin late would double the time.
+    const int ctas = blocks_of(w.n) * k.count, clustered = k.count == 1 ? sms : sms * 10 / 11;
+    const int at_once =
+        (ctas + sms - 1) / sms > kMaxAtOnce ? kMaxAtOnce + 1 : std::min((ctas + clustered - 1) / clustered, kMaxAtOnce);
+    const int stage_blocks = kStageBytes / block_bytes;
     const size_t scales = w.has_float_groups() ? groups_of(k.length) * (kScaleWords + 1) * sizeof(float) : 0;
     const size_t row = (size_t)rows * k.length * row_bytes + kBehindRow + scales,
                  fixed = kFixed + rows * kMaxSplitK * kBlock * sizeof(float);

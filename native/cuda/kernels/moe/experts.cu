@@ -13,7 +13,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kGroupThreads = 1024;
 constexpr int kOneGroups = 4096, kSlice = 2048, kSliceThreads = 512;  // most entries that one CTA groups; slices
-constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;    // limits of a step that one CTA routes
+constexpr int kGroupedAtOnce = 2048;  // most entries that a CTA groups which has routed rows before
+constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // limits of a step that one CTA routes
 
 // Calls visit(i, numbers[i]) for all entries, by all threads of a CTA, with several loads under way. A thread visits
 // the same entries each time.
@@ -98,8 +99,23 @@ __device__ void group(const Routing& routing, int* chosen, int entries, int tile
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    route_kernel(const float* logits, Router router, Routing routing, const int* where, int rows) {
+// Whether the calling CTA is the last one of the launch to come here. It sees what the others have written before.
+__device__ bool is_last(const Routing& routing) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(routing.ended, 1) == gridDim.x * gridDim.y - 1;
+    if (last) *routing.ended = 0;
+  }
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// A warp routes a row. groups: the last CTA to end groups the entries.
+__global__ void __launch_bounds__(kThreads) route_kernel(const float* logits, Router router, Routing routing,
+                                                         const int* where, int rows, bool groups, int tile_rows) {
   extern __shared__ float scores[];
   after_previous();
   const int warp = threadIdx.x / 32, row = blockIdx.x * (kThreads / 32) + warp;
@@ -107,6 +123,8 @@ __global__ void __launch_bounds__(kThreads)
   if (row < rows)
     route_row(logits + (size_t)row * router.experts, router, routing.top, row, !where || where[row] >= 0, own,
               routing.entry_of + (size_t)row * routing.top, routing.shares + (size_t)row * routing.top);
+  if (groups && is_last(routing))
+    group(routing, routing.entry_of, rows * routing.top, tile_rows, reinterpret_cast<int*>(scores));
 }
 
 // entry_of holds the experts of the entries, and receives the entries.
@@ -172,7 +190,7 @@ __global__ void __launch_bounds__(kFewThreads)
                      int rows, int each, int tile_rows) {
   extern __shared__ __align__(16) float shared[];
   __shared__ int chosen[kFewRows * kMaxTop];
-  __shared__ bool last, there[kFewRows];
+  __shared__ bool there[kFewRows];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, expert = blockIdx.x;
   let_next_begin();
   // Weights are copied before the previous kernel has written the rows.
@@ -188,14 +206,7 @@ __global__ void __launch_bounds__(kFewThreads)
       logits.y.values[(size_t)row * router.experts + expert] =
           logits.bias ? __fadd_rn(sum[0][0], logits.bias[expert]) : sum[0][0];
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(routing.ended, 1) == gridDim.x * gridDim.y - 1;
-    if (last) *routing.ended = 0;
-  }
-  __syncthreads();
-  if (!last) return;
+  if (!is_last(routing)) return;
   float* own = shared + warp * 2 * router.experts;
   for (int row = warp; row < rows; row += warps)
     route_row(logits.y.values + (size_t)row * router.experts, router, routing.top, row, there[row], own,
@@ -247,17 +258,24 @@ void group_entries(const Routing& routing, int rows, int tile_rows, const Queue&
   start(queue, place_kernel, slices, kSliceThreads, 2 * shared, routing, entries, tile_rows);
 }
 
-void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
-                    const Queue& queue) {
+static void route_rows(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
+                       bool groups, int tile_rows, const Queue& queue) {
   constexpr int kWarps = kThreads / 32;
   const size_t shared = kWarps * 2 * router.experts * sizeof(float);
-  start(queue, route_kernel, ceil_div(rows, kWarps), kThreads, shared, logits, router, routing, where, rows);
+  start(queue, route_kernel, ceil_div(rows, kWarps), kThreads, shared, logits, router, routing, where, rows, groups,
+        tile_rows);
+}
+
+void choose_experts(const float* logits, const Router& router, const Routing& routing, const int* where, int rows,
+                    const Queue& queue) {
+  route_rows(logits, router, routing, where, rows, false, 0, queue);
 }
 
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
            const Queue& queue) {
-  choose_experts(logits, router, routing, where, rows, queue);
-  group_entries(routing, rows, tile_rows, queue);
+  const bool few = rows * routing.top <= kGroupedAtOnce;
+  route_rows(logits, router, routing, where, rows, few, tile_rows, queue);
+  if (!few) group_entries(routing, rows, tile_rows, queue);
 }
 
 void route(const GemmArgs& logits, const Router& router, const Routing& routing, const int* where, int rows,

@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(32 * kGateWarps)
   const auto item_at = [=](int i) { return Item{(first + i * step) / tiles, (first + i * step) % tiles}; };
   Stream<S, kStages, decltype(item_at)> stream(e, chosen, expert_bytes, shared, items, item_at);
   stream.begin();
-  if (blockIdx.x == 0) list_chosen(e.routing, chosen);
+  if (blockIdx.x == 0 && threadIdx.x < 32) weigh(row, e.routing, chosen), list_chosen(e.routing, chosen);
   for (int i = 0; i < items; i++) {
     float d[4];
     stream.multiply(d);
@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   __shared__ Chosen chosen;
   __shared__ float made[(kMaxTop > kWarps ? kMaxTop : kWarps) * kTileRows];  // [tile][entry][column]
   choose(row, is_there(row), e.routing, reinterpret_cast<float*>(shared), chosen);
+  if (threadIdx.x < 32) weigh(row, e.routing, chosen);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = e.routing.top, own = warp / each,
             entry = warp % each, per = own < at_once ? max(chosen.count - entry + each - 1, 0) / each : 0;
   const int first = blockIdx.x * at_once + own, step = gridDim.x * at_once,
@@ -236,12 +237,12 @@ void start_gates_of(const ExpertGemmArgs& e, const ChosenRow& row, int tiles, co
   start(queue, kernel, grid, 32 * kGateWarps, shared, e, row, tiles, bytes_of_expert(e.gemm.w));
 }
 
-// Few columns have half of the warps, with twice the stages, so that all SMs have some.
+// Few columns have fewer warps, with more stages each, so that all SMs have some.
 template <typename S, int kStages>
 void start_gates(const ExpertGemmArgs& e, const ChosenRow& row, const Queue& queue) {
-  const int tiles = ceil_div(e.gemm.w.n, kTileRows);
-  if (tiles * e.routing.top <= kWarps / 2 * sm_count())
-    start_gates_of<S, 2 * kStages, kWarps / 2>(e, row, tiles, queue);
+  const int tiles = ceil_div(e.gemm.w.n, kTileRows), each = ceil_div(tiles * e.routing.top, sm_count());
+  if (each <= 4) start_gates_of<S, 2 * kStages, 4>(e, row, tiles, queue);
+  else if (each <= 6) start_gates_of<S, 4 * kStages / 3, 6>(e, row, tiles, queue);
   else start_gates_of<S, kStages, kWarps>(e, row, tiles, queue);
 }
 

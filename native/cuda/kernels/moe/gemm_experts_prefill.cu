@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     __shared__ float scratch[2 * kMaxExperts];
     choose(row, there, r, scratch, chosen);
     if (blockIdx.x == 0) {
-      list_chosen(r, chosen);
+      if (threadIdx.x < 32) weigh(row, r, chosen), list_chosen(r, chosen);
       __threadfence();
       __syncthreads();
     }

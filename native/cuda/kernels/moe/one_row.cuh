@@ -6,32 +6,41 @@
 namespace as::cuda {
 namespace AS_DTYPE16 {
 
-// The row's experts that this rank has, in ascending order.
+// The row's experts that this rank has, in ascending order; and all of them with their scores.
 struct Chosen {
   int count;
   int experts[kMaxTop];
   float shares[kMaxTop];
+  int all[kMaxTop];
+  float scores[kMaxTop];
 };
 
 // Whether the step's row is not padding. It was written before the step's first kernel, so no kernel awaits it.
 __device__ inline bool is_there(const ChosenRow& row) { return !row.where || __ldcg(row.where) >= 0; }
 
 // Chooses the row's experts, for a CTA, by its first warp: it is faster alone, with all logits in registers, than all
-// warps together. scratch: as for route_row().
+// warps together. scratch: as for choose_row().
 __device__ inline void choose(const ChosenRow& row, bool there, const Routing& r, float* scratch, Chosen& chosen) {
-  __shared__ int all[kMaxTop];
-  __shared__ float shares[kMaxTop];
   if (threadIdx.x < 32) {
-    route_row(row.logits, row.router, r.top, 0, there, scratch, all, shares);
+    choose_row(row.logits, row.router, r.top, 0, there, scratch, chosen.all, chosen.scores);
     __syncwarp();
-    const int lane = threadIdx.x, expert = lane < r.top ? all[lane] - r.begin : -1;
+    const int lane = threadIdx.x, expert = lane < r.top ? chosen.all[lane] - r.begin : -1;
     const bool own = expert >= 0 && expert < r.end - r.begin;
     const uint32_t owned = __ballot_sync(0xffffffffu, own);
-    const int place = __popc(owned & ((1u << lane) - 1));
-    if (own) chosen.experts[place] = expert, chosen.shares[place] = shares[lane];
+    if (own) chosen.experts[__popc(owned & ((1u << lane) - 1))] = expert;
     if (lane == 0) chosen.count = __popc(owned);
   }
   __syncthreads();
+}
+// Computes the weights of chosen experts, by the CTA's first warp. What needs none of them need not wait for this.
+__device__ inline void weigh(const ChosenRow& row, const Routing& r, Chosen& chosen) {
+  if (chosen.count == 0) return;
+  const float weight = weight_of_chosen(row.router, r.top, chosen.all, chosen.scores);
+  const int lane = threadIdx.x, expert = lane < r.top ? chosen.all[lane] - r.begin : -1;
+  const bool own = expert >= 0 && expert < r.end - r.begin;
+  const uint32_t owned = __ballot_sync(0xffffffffu, own);
+  if (own) chosen.shares[__popc(owned & ((1u << lane) - 1))] = weight;
+  __syncwarp();
 }
 
 // 16 columns of the weights of one of the chosen experts.
@@ -39,7 +48,7 @@ struct Item {
   int entry, tile;
 };
 
-// Lists the chosen experts as route() does, so that readers of the routing find them. By one CTA.
+// Lists the chosen experts as route() does, so that readers of the routing find them. By the first warp of one CTA.
 __device__ inline void list_chosen(const Routing& r, const Chosen& chosen) {
   const int i = threadIdx.x;
   if (i < chosen.count) r.tiles[i] = {chosen.experts[i], i, 1};

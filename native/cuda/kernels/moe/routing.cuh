@@ -102,33 +102,33 @@ __device__ inline void score_row(const float* logits, const Router& router, floa
   for (int e = lane; e < experts; e += 32) keys[e] = ordered(choice[e]);
 }
 
-// Sorts the best `top` experts, of which lane i has number i, in ascending order and computes their weights.
-__device__ inline void weigh_chosen(int mine, const Router& router, int top, const float* scores, float* of_chosen,
-                                    int* chosen, float* shares) {
+// Sorts the best `top` experts, of which lane i has number i, in ascending order, with their scores.
+__device__ inline void sort_chosen(int mine, float score, int top, int* chosen, float* of_chosen) {
   const int lane = threadIdx.x % 32;
-  int place = 0;  // the expert's position in ascending order
+  int place = 0;
 #pragma unroll 4
   for (int i = 0; i < top; i++) place += __shfl_sync(0xffffffffu, mine, i) < mine;
+  if (lane < top) chosen[place] = mine, of_chosen[place] = score;
   __syncwarp();
-  const float score = lane < top ? scores[mine] : 0;
-  if (lane < top) of_chosen[place] = score;
-  __syncwarp();
+}
+
+// The weight of number `lane` of a row's sorted experts, from the scores of all.
+__device__ inline float weight_of_chosen(const Router& router, int top, const int* chosen, const float* of_chosen) {
+  const int lane = threadIdx.x % 32;
   float total = 1;
   if (router.normalized) {
     total = 0;
 #pragma unroll 4
     for (int i = 0; i < top; i++) total += of_chosen[i];
   }
-  if (lane < top) {
-    const float weight = score / total * router.scale;
-    chosen[place] = mine, shares[place] = router.expert_scales ? weight * router.expert_scales[mine] : weight;
-  }
-  __syncwarp();
+  if (lane >= top) return 0;
+  const float weight = of_chosen[lane] / total * router.scale;
+  return router.expert_scales ? weight * router.expert_scales[chosen[lane]] : weight;
 }
 
-// A warp chooses a row's experts. scores, keys: [experts] in shared memory.
-__device__ inline void route_row_in_memory(const float* logits, const Router& router, int top, float* scores,
-                                           uint32_t* keys, int* chosen, float* shares) {
+// A warp chooses a row's experts and finds their scores. scores, keys: [experts] in shared memory.
+__device__ inline void choose_in_memory(const float* logits, const Router& router, int top, float* scores,
+                                        uint32_t* keys, int* chosen, float* of_chosen) {
   const int lane = threadIdx.x % 32, experts = router.experts;
   score_row(logits, router, scores, keys);
   int mine = INT_MAX;  // in lane i: the expert chosen as number i
@@ -142,15 +142,15 @@ __device__ inline void route_row_in_memory(const float* logits, const Router& ro
     if (lane == i) mine = best;
     if (lane == best % 32) keys[best] = 0;  // taken
   }
-  weigh_chosen(mine, router, top, scores, reinterpret_cast<float*>(keys), chosen, shares);
+  __syncwarp();  // of_chosen may be in place of the keys
+  sort_chosen(mine, lane < top ? scores[mine] : 0, top, chosen, of_chosen);
 }
 
 // The same for routers without groups, faster: a lane has the logits of experts lane + 32 i in registers. kPlain: the
 // weights are a softmax over the chosen logits, so the others need no exponential. (Code is fetched anew at each
 // launch, which takes as long as it is.)
 template <int kEach, bool kPlain>
-__device__ void route_row_in_registers(const float* logits, const Router& router, int top, float* scores,
-                                       float* of_chosen, int* chosen, float* shares) {
+__device__ void choose_in_registers(const float* logits, const Router& router, int top, int* chosen, float* of_chosen) {
   const int lane = threadIdx.x % 32, experts = router.experts;
   float score[kEach], most = -INFINITY;
 #pragma unroll
@@ -199,46 +199,52 @@ __device__ void route_row_in_registers(const float* logits, const Router& router
     found = __shfl_sync(0xffffffffu, found, best % 32);
     if (lane == n) mine = best, its = found;
   }
-  if (lane < top) scores[mine] = kPlain ? expf(its - most) : its;
-  __syncwarp();
-  weigh_chosen(mine, router, top, scores, of_chosen, chosen, shares);
+  sort_chosen(mine, kPlain ? expf(its - most) : its, top, chosen, of_chosen);
 }
 
-// The same with the experts of the row's token.
-__device__ inline void route_row_by_token(const float* logits, const Router& router, int top, int row, float* scores,
-                                          float* of_chosen, int* chosen, float* shares) {
+// The same for the experts of the row's token.
+__device__ inline void choose_by_token(const float* logits, const Router& router, int top, int row, int* chosen,
+                                       float* of_chosen) {
   const TokenExperts& table = router.by_token;
   const int lane = threadIdx.x % 32;
   int token = table.rows.tokens[table.chosen ? table.chosen[row] : row];
   if (token < 0) token = sampled_token(table.rows.sampled + (size_t)~token * kArgmaxParts);
   token = min(max(token, 0), table.tokens - 1);
   const int mine = lane < top ? (int)table.experts[(size_t)token * top + lane] : INT_MAX;
-  if (lane < top) scores[mine] = score_of(router.scores, __ldcg(logits + mine), 0);
-  __syncwarp();
-  weigh_chosen(mine, router, top, scores, of_chosen, chosen, shares);
+  sort_chosen(mine, lane < top ? score_of(router.scores, __ldcg(logits + mine), 0) : 0, top, chosen, of_chosen);
 }
 
-// A warp chooses the experts of a row. there: false if the row gets none. scratch: two numbers for each expert, in
-// shared memory.
+// A warp chooses a row's experts and finds their scores. there: false if the row gets none. scratch: two numbers for
+// each expert, in shared memory.
+__device__ inline void choose_row(const float* logits, const Router& router, int top, int row, bool there,
+                                  float* scratch, int* chosen, float* of_chosen) {
+  const int lane = threadIdx.x % 32, experts = router.experts;
+  if (!there) {
+    if (lane < top) chosen[lane] = -1;
+  } else if (router.by_token.experts) {
+    choose_by_token(logits, router, top, row, chosen, of_chosen);
+  } else if (router.top_groups < router.groups || experts > 512) {
+    choose_in_memory(logits, router, top, scratch, reinterpret_cast<uint32_t*>(scratch + experts), chosen, of_chosen);
+  } else if (router.scores == Scores::softmax && !router.correction && router.normalized) {
+    if (experts <= 32) choose_in_registers<1, true>(logits, router, top, chosen, of_chosen);
+    else if (experts <= 128) choose_in_registers<4, true>(logits, router, top, chosen, of_chosen);
+    else if (experts <= 256) choose_in_registers<8, true>(logits, router, top, chosen, of_chosen);
+    else choose_in_registers<16, true>(logits, router, top, chosen, of_chosen);
+  } else if (experts <= 256) {
+    choose_in_registers<8, false>(logits, router, top, chosen, of_chosen);
+  } else {
+    choose_in_registers<16, false>(logits, router, top, chosen, of_chosen);
+  }
+}
+
+// The same with the experts' weights.
 __device__ inline void route_row(const float* logits, const Router& router, int top, int row, bool there,
                                  float* scratch, int* chosen, float* shares) {
-  const int lane = threadIdx.x % 32, experts = router.experts;
-  float* const keys = scratch + experts;
-  if (!there) {
-    if (lane < top) chosen[lane] = -1, shares[lane] = 0;
-  } else if (router.by_token.experts) {
-    route_row_by_token(logits, router, top, row, scratch, keys, chosen, shares);
-  } else if (router.top_groups < router.groups || experts > 512) {
-    route_row_in_memory(logits, router, top, scratch, reinterpret_cast<uint32_t*>(keys), chosen, shares);
-  } else if (router.scores == Scores::softmax && !router.correction && router.normalized) {
-    if (experts <= 32) route_row_in_registers<1, true>(logits, router, top, scratch, keys, chosen, shares);
-    else if (experts <= 256) route_row_in_registers<8, true>(logits, router, top, scratch, keys, chosen, shares);
-    else route_row_in_registers<16, true>(logits, router, top, scratch, keys, chosen, shares);
-  } else if (experts <= 256) {
-    route_row_in_registers<8, false>(logits, router, top, scratch, keys, chosen, shares);
-  } else {
-    route_row_in_registers<16, false>(logits, router, top, scratch, keys, chosen, shares);
-  }
+  float* const of_chosen = scratch + router.experts;
+  choose_row(logits, router, top, row, there, scratch, chosen, of_chosen);
+  const float weight = there ? weight_of_chosen(router, top, chosen, of_chosen) : 0;
+  if (const int lane = threadIdx.x % 32; lane < top) shares[lane] = weight;
+  __syncwarp();
 }
 
 }  // namespace AS_DTYPE16
