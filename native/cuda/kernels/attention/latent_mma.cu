@@ -189,6 +189,7 @@ class Attender {
 
   // Reads the queries of a tile, and begins a range of its KV splits. Only one tile's queries may be read twice.
   __device__ void begin_tile(const RowsOf& rows, int kv_head) {
+    if (kTiles > 1) consumers_meet();  // no warp reads the queries of the tile before
 #pragma unroll
     for (int m = 0; m < kTiles; m++)
 #pragma unroll
@@ -513,7 +514,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int kTiles, Sees kSees>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_latent_prefill_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int parts,
+    attend_latent_prefill_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int items, int parts,
                                  int stages) {
   extern __shared__ __align__(128) char bytes[];
   let_next_begin();
@@ -521,33 +522,45 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t ring = shared_address(bytes + sizeof(memory));
   init_ring(memory.shared, stages);
   __syncthreads();
-  constexpr int kPairs = kTiles * kDecodePairs;
-  AttentionTile tile = tiles[blockIdx.x / parts];
-  tile.first += blockIdx.x % parts * kPairs;
-  const TileRows rows(a, tile, kPairs);
-  if (!rows.count) return;
+  const auto each = [&](auto work) {
+    constexpr int kPairs = kTiles * kDecodePairs;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      AttentionTile tile = tiles[item / parts];
+      tile.first += item % parts * kPairs;
+      const TileRows rows(a, tile, kPairs);
+      if (rows.count) work(tile, rows);
+      if (kSees == Sees::positions) break;
+    }
+  };
   if (threadIdx.x >= 32 * kConsumers) {
     if (kTiles > 1) leave_registers();
     Copier<kSees> copier(a, ring, shared_address(memory.shared.full), shared_address(memory.shared.empty), stages);
-    for (int split = rows.first_split; split <= rows.last_split; split++)
-      copier.copy_split(tile, split, last_of(rows, split));
+    each([&](const AttentionTile& tile, const TileRows& rows) {
+      for (int split = rows.first_split; split <= rows.last_split; split++)
+        copier.copy_split(tile, split, last_of(rows, split));
+    });
     return copier.end();
   }
   if (kTiles > 1) take_registers();
   Attender<TileRows, kTiles> attender(a, memory, ring, stages);
   await_previous();
-  attender.begin_tile(rows, blockIdx.y);
-  for (int split = rows.first_split; split <= rows.last_split; split++)
-    attender.attend_split(split, last_of(rows, split)), attender.add_split();
-  attender.write_total(rows, blockIdx.y);
+  each([&](const AttentionTile&, const TileRows& rows) {
+    attender.begin_tile(rows, blockIdx.y);
+    for (int split = rows.first_split; split <= rows.last_split; split++)
+      attender.attend_split(split, last_of(rows, split)), attender.add_split();
+    attender.write_total(rows, blockIdx.y);
+  });
 }
 
-// parts: CTAs of a tile and KV head.
+// parts: of a tile and KV head, each an item. Of tiles of one row, which see few positions, CTAs take several in turn:
+// they copy the next one's positions while one is computed.
 template <int kTiles, Sees kSees>
 void start_prefill(const Attention& a, const AttentionTile* tiles, int count, int parts, const Queue& queue) {
   const int stages = latent_stages(max_shared(), kTiles), bytes = latent_fixed(kTiles) + stages * kLatentStage;
   const auto kernel = attend_latent_prefill_kernel<kTiles, kSees>;
-  start(queue, kernel, dim3(count * parts, a.cache.kv_heads), kThreads, bytes, a, tiles, parts, stages);
+  const int items = count * parts, most = std::max(sm_count() / a.cache.kv_heads, 1);
+  start(queue, kernel, dim3(kSees == Sees::positions ? items : std::min(items, most), a.cache.kv_heads), kThreads,
+        bytes, a, tiles, items, parts, stages);
 }
 
 }  // namespace latent
