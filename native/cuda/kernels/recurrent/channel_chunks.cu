@@ -46,28 +46,10 @@ struct WeighMemory {
   __device__ float* chain(int to, int from) const { return chains + (to * (to + 1) / 2 + from) * stride; }
 };
 
-// Asks for the rows of the step that a later CTA will load, so that they come from L2 then.
-__device__ void prefetch_chunk(const DeltaArgs& a, const StateRows& rows, int cta) {
-  const DeltaShape& s = a.p.shape;
-  if (cta >= s.heads * rows.chunk_count) return;
-  constexpr int kLine = 32;  // floats
-  const StateChunk chunk = rows.chunks[cta / s.heads];
-  const StateItem item = rows.items[chunk.item];
-  const int head = cta % s.heads, key = head / a.group * s.key, begin = max(chunk.at, item.start),
-            count = min(chunk.at + kChunkRows, item.start + item.count) - begin, lines = (s.key + kLine - 1) / kLine;
-  for (int n = threadIdx.x; n < count * lines; n += kThreads) {
-    const int row = item.row + begin - item.start + n / lines, c = n % lines * kLine;
-    const float* x = a.p.x + (size_t)row * a.width + key + c;
-    prefetch_line(x + a.k_at), prefetch_line(x + a.q_at);
-    prefetch_line(ChannelDecay::gates_of(a.p, row) + head * s.key + c);
-  }
-}
-
 // A CTA weighs the rows of a head in the chunk from position `at` on: `count` of the step, from `first` on. kMost: keys
-// have the most channels, so that places in shared memory are known. It calls meanwhile() while rows come.
-template <bool kMost, typename Meanwhile>
-__device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head, int at, const WeighMemory& m,
-                            const Meanwhile& meanwhile) {
+// have the most channels, so that places in shared memory are known.
+template <bool kMost>
+__device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head, int at, const WeighMemory& m) {
   const DeltaShape& s = a.p.shape;
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
   const int padded = kMost ? kMostKeyDim : a.padded, stride = padded + 4, key_head = head / a.group, place = at % kRing;
@@ -86,7 +68,6 @@ __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head,
   if (tid < count)
     a.betas[(size_t)(row + tid) * s.heads + head] =
         1.0f / (1.0f + expf(-a.p.gates[(size_t)(row + tid) * gates + s.heads * s.key + head]));
-  meanwhile();
   wait_rows();
 
   // A thread has a channel of half of the rows.
@@ -210,16 +191,14 @@ __device__ void weigh_chunk(const DeltaArgs& a, const StateItem& item, int head,
 // A CTA for each head and chunk with rows of the step. The first one of an item also has the chunk before it, if
 // accepted drafts had reached beyond its end.
 template <bool kMost>
-__global__ void __launch_bounds__(kThreads, 2) weigh_kernel(DeltaArgs a, StateRows rows, int ahead) {
+__global__ void __launch_bounds__(kThreads, 2) weigh_kernel(DeltaArgs a, StateRows rows) {
   extern __shared__ __align__(16) float memory[];
   after_previous();
   const StateChunk chunk = rows.chunks[blockIdx.y];
   const StateItem item = rows.items[chunk.item];
   const WeighMemory m(memory, kMost ? kMostKeyDim : a.padded);
   for (int at = chunk.at <= item.start ? item.position : chunk.at; at <= chunk.at; at += kChunkRows) {
-    weigh_chunk<kMost>(a, item, blockIdx.x, at, m, [&] {
-      if (at == chunk.at) prefetch_chunk(a, rows, blockIdx.y * gridDim.x + blockIdx.x + ahead);
-    });
+    weigh_chunk<kMost>(a, item, blockIdx.x, at, m);
     __syncthreads();
   }
 }
@@ -339,7 +318,7 @@ __global__ void __launch_bounds__(128) keep_rows_kernel(DeltaArgs a, StateRows r
 void channel_chunks(const DeltaArgs& a, const StateRows& rows, const Queue& queue) {
   const DeltaShape& s = a.p.shape;
   start(queue, a.padded == kMostKeyDim ? weigh_kernel<true> : weigh_kernel<false>, dim3(s.heads, rows.chunk_count),
-        kThreads, WeighMemory::bytes(a.padded), a, rows, 2 * sm_count());
+        kThreads, WeighMemory::bytes(a.padded), a, rows);
   with_columns(a, rows, [&](auto columns) {
     constexpr int kC = decltype(columns)::value;
     start(queue, chunks_kernel<kC>, dim3(ceil_div(s.value, kC), s.heads, rows.long_items),

@@ -9,8 +9,6 @@ namespace recurrent {
 
 constexpr int kBlocks = kChunkRows / kBlock;
 
-__device__ inline void prefetch_line(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 __device__ inline float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

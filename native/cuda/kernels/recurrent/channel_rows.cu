@@ -34,6 +34,8 @@ struct RowMemory {
   }
 };
 
+__device__ inline void prefetch_line(const float* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // As weigh_in_block(), of row j of the block only, by eight lanes. `key` and `query` become these times the factors of
 // the block only if j is 0.
 __device__ inline void weigh_row(const float* keys, const float* factors, int stride, int padded, int i, int j,
