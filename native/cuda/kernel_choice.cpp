@@ -5,7 +5,6 @@
 #include <stdexcept>
 #include <tuple>
 
-#include <cstdlib>
 #include "cuda/kernels/attention/decode_plan.h"
 #include "cuda/kernels/attention/latent_plan.h"
 #include "cuda/kernels/comm/sum_ranks.h"
@@ -79,16 +78,16 @@ bool prefill_is_best_by_mma(const Chip& chip, const Gemm& g, int rows) {
   return time < mma_time(chip, w, rows);
 }
 
+// Whether split-K parts are long.
+bool is_long(const Matrix& w) { return SplitK(w.k, w.max_split_k).length >= 32; }
+
 // The fastest kernel but gemv() for 16-bit weights on Hopper.
 GemmAlgo fastest(const Chip& chip, const Matrix& w, int rows) {
-  // A matrix with fewer values is read before clusters would start. The second limit is for long split-K parts, the
-  // third one for gemv().
-  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20, kSmallOfRow = 8 << 20;
-  const bool is_long = SplitK(w.k, w.max_split_k).length >= 32;
+  // A matrix with fewer values is read before clusters would start. The second limit is for long split-K parts.
+  constexpr int64_t kSmall = 10 << 20, kSmallAndLong = 40 << 20;
   if (rows > 256 || prefill_is_best(chip, w, rows)) return GemmAlgo::prefill;
   if (w.max_split_k == 1) return GemmAlgo::stream_k;
-  const int64_t small = is_long ? kSmallAndLong : rows == 1 && !getenv("AS_OLD") ? kSmallOfRow : kSmall;
-  return rows <= 8 && (int64_t)w.n * w.k < small ? GemmAlgo::mma : GemmAlgo::split_k;
+  return rows <= 8 && (int64_t)w.n * w.k < (is_long(w) ? kSmallAndLong : kSmall) ? GemmAlgo::mma : GemmAlgo::split_k;
 }
 
 // The kernel that norms or quantizes the single row of a step itself; simt: there is none. These kernels do not push
@@ -114,7 +113,11 @@ GemmAlgo choose_dtype16(const Chip& chip, const Gemm& g, int rows, GemmAlgo algo
   }
   if (algo == GemmAlgo::any) {
     algo = fastest(chip, g.w, rows);
-    if (rows == 1 && algo == GemmAlgo::split_k && has_gemv(chip, g, false, g.pushed)) return GemmAlgo::gemv;
+    // Of matrices that mma.sync reads before clusters would start, the largest are faster by gemv().
+    constexpr int64_t kSmallOfRow = 8 << 20;
+    const bool clusters =
+        algo == GemmAlgo::split_k || (algo == GemmAlgo::mma && !is_long(g.w) && (int64_t)g.w.n * g.w.k >= kSmallOfRow);
+    if (rows == 1 && clusters && has_gemv(chip, g, false, g.pushed)) return GemmAlgo::gemv;
   }
   if (algo == GemmAlgo::prefill && !g.writes_16_bytes) algo = GemmAlgo::split_k;
   // Each split-K part needs a CTA of a cluster or a warp. Stream-K computes sums of a single part.

@@ -10,7 +10,6 @@
 // rounded to 16 bits.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/kernels/attention/attention_decode_split.cuh"
 #include "cuda/kernels/attention/decode_plan.h"
@@ -197,8 +196,7 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
     launch(kernel, threads(false, kBulk, ahead), there, std::min(stages_of(max_shared(), ahead), wanted), ahead);
   };
   if constexpr (kBulk && !is_large(kDim))
-    if ((count == 1 || (getenv("AS_FEW") && !several && all <= there)) && !getenv("AS_OLD"))
-      return launch_one(attend_decode_kernel<kDim, kType, false, false, true, kBulk>, false);
+    if (count == 1) return launch_one(attend_decode_kernel<kDim, kType, false, false, true, kBulk>, false);
   launch_one(attend_decode_kernel<kDim, kType, false, false, false, kBulk>, kAhead);
 }
 
