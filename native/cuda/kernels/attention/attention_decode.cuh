@@ -37,8 +37,7 @@ struct Boxes<true> {
 // own: the kernel also stores the tiles' rows in the cache, as store_cache() does. rotates: with RoPE. has_splits:
 // tiles may have several KV splits (not with kLean). own_rows: most own rows of a tile, if own. kPairs: two CTAs run on
 // an SM, so that one computes while the other waits; heads of few features leave registers for that. kAlone: for a
-// single tile, or a tile of one KV split for each CTA, so that these have little to do: code is short, and no warps
-// prepare tiles ahead.
+// single tile, whose CTAs have little to do: code is short, and no warps prepare tiles ahead.
 template <int kDim, CacheType kType, bool kLean, bool kPairs, bool kAlone, bool kBulk>
 __global__ void __launch_bounds__(threads(kPairs, kBulk, prepares_ahead(kLean, kAlone, kBulk)), kPairs ? 2 : 1)
     attend_decode_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool has_splits,
@@ -197,8 +196,7 @@ void start_decode_by(const Attention& a, const AttentionTile* tiles, int count, 
     launch(kernel, threads(false, kBulk, ahead), there, std::min(stages_of(max_shared(), ahead), wanted), ahead);
   };
   if constexpr (kBulk && !is_large(kDim))
-    if (count == 1 || (!several && all <= there))
-      return launch_one(attend_decode_kernel<kDim, kType, false, false, true, kBulk>, false);
+    if (count == 1) return launch_one(attend_decode_kernel<kDim, kType, false, false, true, kBulk>, false);
   launch_one(attend_decode_kernel<kDim, kType, false, false, false, kBulk>, kAhead);
 }
 

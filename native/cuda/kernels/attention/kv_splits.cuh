@@ -13,7 +13,7 @@ constexpr int kConsumers = 8;                      // warps that compute
 // Copying warps, and all threads of a CTA. pairs: two CTAs run on an SM; bulk: one thread requests whole boxes.
 __host__ __device__ constexpr int producers(bool pairs, bool bulk) { return bulk ? 1 : pairs ? 2 : 4; }
 // Whether warps of their own prepare a tile (prepare_tile()) while the one before it is computed, and how many. lean: a
-// tile has only one KV split; alone: a CTA has one tile.
+// tile has only one KV split; alone: there is one tile.
 __host__ __device__ constexpr bool prepares_ahead(bool lean, bool alone, bool bulk) { return bulk && !lean && !alone; }
 __host__ __device__ constexpr int preparers(bool pairs) { return pairs ? 1 : 3; }
 __host__ __device__ constexpr int threads(bool pairs, bool bulk, bool ahead) {
