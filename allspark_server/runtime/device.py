@@ -265,8 +265,10 @@ class Cpus(Device):
         for op in graph.ops:
             if op.type == "indexer":  # of one layer at a time
                 width, heads = (graph.tensors[name].width_of(model.rank, model.world) for name in op.inputs[:2])
-                length = model.config.engine_max_length // int(op.attrs.get("rate", 1))
-                scores = max(scores, native.indexer_bytes(self._threads, length, heads, width // heads))
+                rate = int(op.attrs.get("rate", 0))
+                length = model.config.engine_max_length // max(rate, 1)
+                scores = max(scores, native.indexer_bytes(self._threads, length, heads, width // heads,
+                                                          entries=model.cache_dtype if rate else ""))
         # Rows prepared for a GEMM, and for attention.
         return (tensor_bytes(model, rows, outputs) + forms * attention + 2 * prepared
                 + lora + kept + scores)

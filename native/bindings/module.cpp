@@ -7,6 +7,7 @@
 #include "common/row_hash.h"
 #include "cpu/isa.h"
 #include "cpu/ops/attention_work.h"
+#include "cpu/ops/entries.h"
 #include "cpu/ops/indexer.h"
 #include "cpu/weights.h"
 #include "program/weight_spec.h"
@@ -96,8 +97,16 @@ PYBIND11_MODULE(_native, m) {
         return as::index_layout(as::cache_dtype_of(dtype), span_size, dim, as::kernels().rules.bf16_pairs).bytes;
       },
       py::arg("span_size"), py::arg("dim"), py::arg("dtype"), "Bytes of a span of an indexer's keys, for one layer.");
-  m.def("indexer_bytes", &as::indexer_bytes, py::arg("threads"), py::arg("max_length"), py::arg("heads"),
-        py::arg("dim"), "Bytes that indexers use for scores.");
+  m.def(
+      "indexer_bytes",
+      [](int threads, int max_length, int heads, int dim, const std::string& entries) {
+        const bool pairs = as::kernels().rules.bf16_pairs;
+        const as::SpanLayout layout =
+            entries.empty() ? as::SpanLayout() : as::entry_layout(as::cache_dtype_of(entries), 1, dim, pairs);
+        return as::indexer_bytes(threads, max_length, heads, dim, entries.empty() ? nullptr : &layout);
+      },
+      py::arg("threads"), py::arg("max_length"), py::arg("heads"), py::arg("dim"), py::arg("entries") = "",
+      "Bytes that indexers use for scores. entries: the type of the cache, if entries are scored.");
   m.def(
       "attention_bytes",
       [](int threads, int max_length, int head_dim, const std::string& dtype, int rope_dim) {

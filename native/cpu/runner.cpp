@@ -138,9 +138,8 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
     else if (op.is(Op::compressed_attention))
       layer.layout = row_layout(limits.dtype, limits.span_size, program_.in(op, 1).width, pairs);
     else if (op.is(Op::compress))
-      layer.layout = row_layout(limits.dtype == DType::f32 ? DType::f32 : DType::bf16,
-                                entries_of_span(limits.span_size, op.integer("rate")),
-                                program_.in(op).width / (op.flag("overlapping") ? 4 : 2), pairs);
+      layer.layout = entry_layout(limits.dtype, entries_of_span(limits.span_size, op.integer("rate")),
+                                  program_.in(op).width / (op.flag("overlapping") ? 4 : 2), pairs);
     else if (op.is(Op::span_attention))
       layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), pairs),
       layer.kv_heads = op.integer("kv_heads");
@@ -257,9 +256,11 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
       if (op.is(Op::indexer)) {
-        const int heads = program_.in(op, 1).width, rate = std::max(1, op.integer("rate"));
-        all.indexed = std::max(all.indexed, indexer_bytes(core_.pool.size(), limits_.max_length / rate, heads,
-                                                          program_.in(op).width / heads));
+        const int heads = program_.in(op, 1).width, rate = op.integer("rate");
+        const SpanLayout* entries =
+            rate ? &cache_.layer(op.integer("cache_group"), op.integer("layer")).layout : nullptr;
+        all.indexed = std::max(all.indexed, indexer_bytes(core_.pool.size(), limits_.max_length / std::max(1, rate),
+                                                          heads, program_.in(op).width / heads, entries));
       }
       if (op.is(Op::lora))
         all.lora = std::max(all.lora, lora_bytes(adapters_->limits, max_rows(op.inputs[1]), (int)ops[i].parts.size()));

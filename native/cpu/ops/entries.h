@@ -12,6 +12,11 @@ inline int entries_of_span(int span_size, int rate) { return (span_size + rate -
 // How many entries a row sees that is the last of so many positions. rate: 0 if there are none.
 inline int entries_seen(int positions, int rate) { return rate ? positions / rate : 0; }
 
+// The layout of so many entries beside a cache of some type.
+inline SpanLayout entry_layout(DType cache, int entries, int features, bool bf16_pairs) {
+  return row_layout(cache == DType::f32 ? DType::f32 : DType::bf16, entries, features, bf16_pairs);
+}
+
 struct EntryCache {
   LayerCache cache;
   int group = 0, rate = 0, span_size = 0;

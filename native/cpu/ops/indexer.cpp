@@ -28,6 +28,12 @@ size_t row_query_bytes(int heads, int dim) {
   return head_tiles(heads) * query_bytes(layout);
 }
 
+// A block of entries, packed, and its rows.
+size_t block_bytes(const SpanLayout& entries) {
+  const size_t bytes = packed_layout(entries, kBlockTokens, 0).bytes + kBlockTokens * entries.row_bytes;
+  return (bytes + 63) / 64 * 64;
+}
+
 // The order of floats as that of unsigned integers.
 uint32_t ordered(float x) {
   uint32_t bits;
@@ -62,8 +68,6 @@ class Indexer : public BoundOp {
         stride_((size_t)context_blocks(seen(b.limits.max_length)) * kBlockTokens),
         scratch_(b.scratch.indexed) {
     if (!rate_) keys_ = b.parts[0].in(2);
-    for (int i = 0; rate_ && i < core_.pool.size(); i++)
-      packed_.emplace_back(layout_.bytes + kBlockTokens * cache_.layout.row_bytes);
   }
 
   void begin(const Batch& batch) override {
@@ -105,7 +109,13 @@ class Indexer : public BoundOp {
   int take() { return taken_.fetch_add(1, std::memory_order_relaxed); }
   // How much a row sees that is the last of so many positions.
   int seen(int positions) const { return rate_ ? entries_seen(positions, rate_) : positions; }
+  // The scratch memory: scores of all threads, then their queries, then their blocks of entries.
   float* scores(int number) const { return scratch_.as<float>() + number * stride_; }
+  char* converted(int thread) const {
+    return reinterpret_cast<char*>(scores((kIndexRows + 1) * core_.pool.size())) + thread * queries_bytes();
+  }
+  char* block_of(int thread) const { return converted(core_.pool.size()) + thread * block_bytes(cache_.layout); }
+  size_t queries_bytes() const { return kIndexRows * row_query_bytes(weights_.width, layout_.head_dim); }
 
   // Writes the keys of a thread's rows. Rows that see few positions select all of them.
   void write_keys(const Batch& batch, int thread) const {
@@ -131,16 +141,15 @@ class Indexer : public BoundOp {
     const SpanLayout& layout = layout_;
     const int heads = weights_.width, count = head_tiles(heads);
     std::vector<AttentionTile> tiles((size_t)group.count * count);
-    char* converted = scratch_.as() + (kIndexRows + 1) * core_.pool.size() * stride_ * sizeof(float) +
-                      thread * kIndexRows * row_query_bytes(heads, layout.head_dim);
+    char* query = converted(thread);
     for (int i = 0; i < group.count; i++) {
-      for (int t = 0; t < count; t++, converted += query_bytes(layout)) {
+      for (int t = 0; t < count; t++, query += query_bytes(layout)) {
         AttentionTile& a = tiles[i * count + t];
         a.rows = std::min(kTileRows, heads - t * kTileRows), a.scale = 1, a.layout = &layout;
         for (int h = 0; h < a.rows; h++)
           a.q[h] = queries_.row(group.row + i) + (size_t)(t * kTileRows + h) * layout.head_dim;
-        core_.k.convert_queries(a, converted);
-        a.converted = converted;
+        core_.k.convert_queries(a, query);
+        a.converted = query;
       }
     }
     const void *spans[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
@@ -163,7 +172,7 @@ class Indexer : public BoundOp {
 
   // Packs a block of entries.
   const char* pack(const Batch& batch, const RowGroup& group, int block, int thread) {
-    char *packed = packed_[thread].data(), *rows = packed + layout_.bytes;
+    char *packed = block_of(thread), *rows = packed + layout_.bytes;
     const size_t bytes = cache_.layout.row_bytes;
     const int begin = block * kBlockTokens, count = std::min(kBlockTokens, seen(group.position + group.count) - begin);
     for (int i = 0; i < count; i++)
@@ -204,15 +213,14 @@ class Indexer : public BoundOp {
   const LayerCache cache_;
   const int cache_group_;
   const Tensor queries_, weights_, out_;
-  Tensor keys_;                            // without a rate
-  const int rate_;                         // 0: no entries
-  const bool positions_;                   // what is output: the positions of selected entries
-  const int count_;                        // how many are selected
-  const EntryCache entries_;               // with a rate
-  const SpanLayout layout_;                // of what is scored
-  std::vector<std::vector<char>> packed_;  // of each thread: a block of entries, and its rows
-  const size_t stride_;                    // scores of a row
-  const Buffer& scratch_;                  // scores, values of select_largest, converted queries
+  Tensor keys_;               // without a rate
+  const int rate_;            // 0: no entries
+  const bool positions_;      // what is output: the positions of selected entries
+  const int count_;           // how many are selected
+  const EntryCache entries_;  // with a rate
+  const SpanLayout layout_;   // of what is scored
+  const size_t stride_;       // scores of a row
+  const Buffer& scratch_;     // also values of select_largest, behind the scores of all threads
   std::vector<RowGroup> groups_;
   std::vector<Unit> units_;  // if threads share groups
   bool shared_ = false;
@@ -221,9 +229,10 @@ class Indexer : public BoundOp {
 
 }  // namespace
 
-size_t indexer_bytes(int threads, int max_length, int heads, int dim) {
+size_t indexer_bytes(int threads, int max_length, int heads, int dim, const SpanLayout* entries) {
   const size_t row = (size_t)context_blocks(max_length) * kBlockTokens * sizeof(float);
-  return threads * ((kIndexRows + 1) * row + kIndexRows * row_query_bytes(heads, dim));
+  return threads *
+         ((kIndexRows + 1) * row + kIndexRows * row_query_bytes(heads, dim) + (entries ? block_bytes(*entries) : 0));
 }
 
 void select_largest(const float* scores, int n, int count, uint32_t* scratch, float* out) {

@@ -3,13 +3,16 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/kernels/span_layout.h"
+
 namespace as {
 
 // The most rows of a sequence that a thread scores together: a block of keys is read once for them.
 constexpr int kIndexRows = 8;
 
-// Bytes of scores and converted queries that indexers use in turn. dim: of a head.
-size_t indexer_bytes(int threads, int max_length, int heads, int dim);
+// Bytes of scores, converted queries and packed entries that indexers use in turn. dim: of a head. entries: the layout
+// of cached entries, or null if positions are scored.
+size_t indexer_bytes(int threads, int max_length, int heads, int dim, const SpanLayout* entries);
 
 // Writes the `count` positions with the largest scores, of n, ascending. The lowest position wins ties. scratch: n
 // values.
