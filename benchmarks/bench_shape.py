@@ -5,8 +5,9 @@ op.
     [--context 128]
 
 No checkpoint, engine or tokenizer is involved. The machine's rates are measured first. Prefill is reported as a
-fraction of the AMX peak, or of the fp32 FMA rate without AMX. It counts only necessary operations: weights for all
-rows, the head for one row, and the causal half of attention. Decode is bytes of weights over the read bandwidth.
+fraction of the AMX peak (that of 8-bit products for w8a8 and w4a8), or of the fp32 FMA rate without AMX. It counts only
+necessary operations: weights for all rows, the head for one row, and the causal half of attention. Behind the
+milliseconds of a matrix is its own fraction. Decode is bytes of weights over the read bandwidth.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Model:
         routed = shape.experts > 0
         values = {name: (rng.normal(size=size) * size[1]**-0.5).astype(np.float32) for name, size in sizes.items()}
         uses = {name: shape.top if routed and name in ("gate_up", "down") else 1 for name in sizes}
+        self.sizes = sizes
         self.layer_weights = sum(n * k * uses[name] for name, (n, k) in sizes.items()) * shape.layers
         dense = [size for name, size in sizes.items() if not routed or uses[name] == 1]
         head_bytes = _native.matrix_bytes(shape.vocab, shape.hidden, dtype, group)
@@ -170,16 +172,23 @@ class Model:
         self.executor.step(StepPlan(free=list(range(batch))).encode())
         return float(np.median(times))
 
-    def report(self) -> str:
-        """Milliseconds of each kind of op since profiling was switched on."""
+    def report(self, rows: int = 0, peak: float = 0) -> str:
+        """Milliseconds of each kind of op since profiling was switched on. With the rows of a step: also the fraction
+        of `peak` that the products with each dense matrix reach.
+        """
         total: dict[str, float] = {}
+        work: dict[str, float] = {}
         count = 1
         for op in self.executor.profile():
-            name = self.names[op["index"]] + ("+" + op["op"].partition("+")[2] if "+" in op["op"] else "")
+            matrix = self.names[op["index"]]
+            name = matrix + ("+" + op["op"].partition("+")[2] if "+" in op["op"] else "")
             total[name] = total.get(name, 0) + op["sum"]
             count = max(count, op["count"])
+            if "linear" in op["op"].split("+") and matrix in self.sizes:
+                work[name] = work.get(name, 0) + 2 * self.sizes[matrix][0] * self.sizes[matrix][1] * rows * op["count"]
         return "  ".join(
-            f"{name} {seconds / count * 1e3:.2f}" for name, seconds in sorted(total.items(), key=lambda i: -i[1])
+            f"{name} {seconds / count * 1e3:.2f}" + (f" [{work[name] / seconds / peak:.2f}]" if work.get(name) else "")
+            for name, seconds in sorted(total.items(), key=lambda i: -i[1])
         )
 
 
@@ -218,7 +227,7 @@ def main() -> None:
             model.executor.set_profiling(True)
             times, peaks = [], []
             for _ in range(options.repeats):
-                peaks.append(_native.measure_tile_roofline(cpus, options.threads, 1)[0])
+                peaks.append(_native.measure_tile_roofline(cpus, options.threads, 1)[dtype in ("w8a8", "w4a8")])
                 times.append(model.prefill(options.prompt))
             peak = max(peaks) or rate
             n = options.prompt
@@ -227,7 +236,7 @@ def main() -> None:
             print(
                 f"{name} {text} prefill {n}: best {n / min(times):.0f} tokens/s, median {n / np.median(times):.0f}; "
                 f"{work / min(times) / 1e12:.2f} T/s = {work / min(times) / peak:.2f} of {peak / 1e12:.2f} "
-                f"(median {np.median(peaks) / 1e12:.2f})\n   ms: {model.report()}",
+                f"(median {np.median(peaks) / 1e12:.2f})\n   ms: {model.report(n, peak)}",
                 flush=True,
             )
             for batch in options.batch:
