@@ -428,8 +428,8 @@ def inputs_of(target: Path) -> Path:
 
 def inputs_in(rule: Path) -> list[Path]:
     """The files of this repository that a compiler's Makefile rule (`-MMD`) names as prerequisites."""
-    prerequisites = rule.read_text().replace("\\\n", " ").partition(": ")[2].split()
-    paths = {(ROOT / path).resolve() for path in prerequisites}
+    prerequisites = re.split(r"(?<!\\)\s+", rule.read_text().replace("\\\n", " ").partition(": ")[2].strip())
+    paths = {(ROOT / path.replace("\\ ", " ")).resolve() for path in prerequisites}
     return sorted(path.relative_to(ROOT) for path in paths if path.is_relative_to(ROOT))
 
 
@@ -445,7 +445,7 @@ def is_current(target: Path) -> bool:
     if not (target.is_file() and inputs_of(target).is_file()):
         return False
     inputs = [line.split(" ", 1) for line in inputs_of(target).read_text().splitlines()]
-    return bool(inputs) and all(content_digest(Path(path)) == digest for digest, path in inputs)
+    return bool(inputs) and all(digest and content_digest(Path(path)) == digest for digest, path in inputs)
 
 
 class NamedDistribution(Distribution):

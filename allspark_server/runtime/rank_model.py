@@ -356,6 +356,11 @@ class RankModel:
 def check_draft(draft: RankModel, model: RankModel) -> None:
     """Raises AllSparkError if `draft` cannot make drafts for `model`."""
     wanted, found = model.graph.config, draft.graph.config
+    for shard in (draft, model):
+        if any(op.type == "compressed_attention" for op in shard.graph.ops):  # its window is one of the cache
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"speculation='draft' is not available with {shard.graph.config.architecture}, whose "
+                                "attention is over compressed positions; use speculation='prompt_lookup'")
     if found.state_layers:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"draft_model={model.config.draft_model!r} is a {found.architecture}, whose layers with a "

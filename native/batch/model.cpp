@@ -13,8 +13,9 @@ void Model::allocate_masks(int masks, bool samples) {
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
 }
 
-void Model::check_drafts(const std::vector<const Model*>& drafts, int max_rows, int max_slots) {
+void Model::check_drafts(const std::vector<const Model*>& drafts, int max_rows, int max_slots) const {
   const int count = (int)drafts.size();
+  const std::vector<int> windows = program_.windows();
   if (count > DraftHead::kMostLayers)
     throw std::invalid_argument("allocate: " + std::to_string(count) + " layers of a draft head; at most " +
                                 std::to_string(DraftHead::kMostLayers) + " are possible");
@@ -25,6 +26,10 @@ void Model::check_drafts(const std::vector<const Model*>& drafts, int max_rows, 
       throw std::invalid_argument("allocate: a draft model or head of " + std::to_string(draft->slot_limits_.max_rows) +
                                   " rows and " + std::to_string(draft->slot_limits_.max_slots) + " slots; it needs " +
                                   std::to_string(rows) + " and " + std::to_string(max_slots));
+    for (size_t group = 0; group < draft->program_.windows().size(); group++)
+      if (group >= windows.size() || windows[group])
+        throw std::invalid_argument("allocate: a draft model or head has cache group " + std::to_string(group) +
+                                    ", of which the model does not keep every position");
   }
 }
 

@@ -33,8 +33,9 @@ class Model : public StepModel {
   // this rank samples; other ranks have no masks.
   void allocate_masks(int masks, bool samples);
   // Throws if these cannot draft together for steps of so many rows and slots: one draft model, or the layers of a
-  // head.
-  static void check_drafts(const std::vector<const Model*>& drafts, int max_rows, int max_slots);
+  // head. They read this program's span tables, and may be behind it, so each of their cache groups must be one of this
+  // program's, which keeps every position.
+  void check_drafts(const std::vector<const Model*>& drafts, int max_rows, int max_slots) const;
   static void check_adapters(int count, int max_rank, int highest_rank);
   // Throws std::invalid_argument if there is no adapter with this index.
   void check_adapter(int index) const;

@@ -323,6 +323,12 @@ def test_a_quantized_cache_is_refused(mode):
         Driver(checkpoint("deepseek-v4"), 1, cache_mode=mode)
 
 
+def test_a_draft_model_is_refused():
+    source = str(checkpoint("deepseek-v4"))
+    with pytest.raises(AllSparkError, match="'draft' is not available with DeepseekV4ForCausalLM"):
+        Driver(source, 1, speculation="draft", draft_model=source)
+
+
 def test_an_eagle_head_is_refused():
     with pytest.raises(AllSparkError, match="not served for DeepseekV4ForCausalLM: it has several residual streams"):
         with_joined_layers(open_model(str(checkpoint("deepseek-v4"))).graph, (1, 2, 3))

@@ -64,11 +64,13 @@ def test_streams_of_weights_do_not_change_bits():
     assert ran.stdout == "equal\n", ran.stderr
 
 
-def small_model():
+def small_model(executor=None, groups=(), drafts=()):
     """A vocabulary, an attention layer that changes logits, a sampler: 4 slots, 8 spans of 16 tokens, at most 64
     rows.
     """
-    executor = _native.Executor(num_threads=2)
+    executor = executor or _native.Executor(num_threads=2)
+    for group in groups:
+        executor.add_cache_group(*group)
     rng = np.random.default_rng(0)
     weights = []
     for n, k in ((40, 16), (48, 16), (40, 16)):
@@ -78,12 +80,25 @@ def small_model():
     executor.add_op("embedding", [], [hidden], weights[:1], {"vocab_begin": 0})
     executor.add_op("linear", [hidden], [qkv], weights[1:2], {})
     executor.add_op("span_attention", [qkv], [mixed], [],
-                    {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": 16, "group": 1, "scale": 0.25})
+                    {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": 16, "group": 1, "scale": 0.25,
+                     "window": groups[0][1] if groups else 0})
     executor.add_op("select_rows", [mixed], [last], [], {})
     executor.add_op("linear", [last], [logits], weights[2:], {})
     executor.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": 40})
-    executor.allocate(64, 4, 100, 16, 8, "float32")
+    executor.allocate(64, 4, 100, 16, 8, "float32", drafts=list(drafts))
     return executor
+
+
+@pytest.mark.parametrize("groups, of_draft, group", [
+    ((), [("full", 0)] * 2, 1), ([("sliding", 40)], (), 0), ([("sliding", 40)], [("sliding", 40)], 0),
+])
+def test_a_draft_model_needs_whole_histories_of_its_cache_groups(groups, of_draft, group):
+    model = _native.Executor(num_threads=2)
+    draft = small_model(model.beside(), of_draft)
+    with pytest.raises(ValueError, match=f"cache group {group}, of which the model does not keep every position"):
+        small_model(model, groups, [draft])
+    model = _native.Executor(num_threads=2)
+    small_model(model, [("full", 0), ("full", 0)], [small_model(model.beside())])
 
 
 def fresh(slot, prompt, cached=0):
