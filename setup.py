@@ -405,11 +405,13 @@ class BuildExt(build_ext):
             if not is_current(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 unfinished, rule = target.with_suffix(".unfinished.o"), target.with_suffix(".d")
-                depends = ["-MMD", "-MF", str(rule)]
+                depends, started = ["-MMD", "-MF", str(rule)], time.time()
                 self.spawn([compiler, *flags, *includes, *depends, "-c", str(source), "-o", str(unfinished)])
                 inputs_of(target).unlink(missing_ok=True)
                 unfinished.replace(target)
-                inputs_of(target).write_text("".join(f"{content_digest(path)} {path}\n" for path in inputs_in(rule)))
+                inputs = inputs_in(rule)
+                if all(is_older(path, started) for path in inputs):     # else compiled again next time
+                    inputs_of(target).write_text("".join(f"{content_digest(path)} {path}\n" for path in inputs))
                 rule.unlink()
             done += 1
             if time.monotonic() - told > PROGRESS_SECONDS:
@@ -438,6 +440,12 @@ def content_digest(path: Path) -> str:
     """The SHA-256 digest of a file of this repository; empty if it is gone."""
     file = ROOT / path
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+
+
+def is_older(path: Path, moment: float) -> bool:
+    """Whether a file of this repository is there and was written before a moment."""
+    file = ROOT / path
+    return file.is_file() and file.stat().st_mtime < moment
 
 
 def is_current(target: Path) -> bool:

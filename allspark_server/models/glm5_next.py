@@ -93,7 +93,7 @@ def _more(fields: Fields) -> dict[str, Any]:
     if bound > 0 or (bound == 0 and own.get("safe_gate", bool, False)):
         raise fields.error("linear_lower_bound", f"is {bound}: it must be negative")
     index_heads, index_dim, selected = index_sizes(fields)
-    pool, shared = fields.need_positive("index_kpool"), shared_selections(fields)
+    pool, shared = fields.need_positive("index_kpool", most=1 << 16), shared_selections(fields)
     if pool < 2 or selected % pool:
         raise fields.error("index_kpool", f"is {pool}: it must be at least 2 and divide index_topk ({selected})")
     shared = tuple(layer for layer in shared if layer not in layers)

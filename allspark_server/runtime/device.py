@@ -240,14 +240,18 @@ class Cpus(Device):
         """See `Device.activation_bytes`."""
         graph, native = model.graph, self._library
         # Layers with different windows, or heads, have work lists and partial results of their own.
-        kinds = {(op.attrs.get("window", 0), int(op.attrs["head_dim"]), -1) for op in graph.ops
+        length = model.config.engine_max_length
+        kinds = {(op.attrs.get("window", 0), length, int(op.attrs["head_dim"]), -1) for op in graph.ops
                  if op.type == "span_attention"}
-        kinds |= {(0, int(op.attrs["latent_dim"]), int(op.attrs["rope_dim"])) for op in graph.ops
+        kinds |= {(0, length, int(op.attrs["latent_dim"]), int(op.attrs["rope_dim"])) for op in graph.ops
                   if op.type == "latent_attention"}
-        kinds |= {(op.attrs.get("rate", 0), graph.tensors[op.inputs[1]].width_of(model.rank, model.world), 0)
-                  for op in graph.ops if op.type == "compressed_attention"}
-        attention = sum(native.attention_bytes(self._threads, model.config.engine_max_length, dim, model.cache_dtype,
-                                               rope_dim=rope_dim) for _, dim, rope_dim in kinds)
+        for op in graph.ops:
+            if op.type == "compressed_attention":   # over a window and entries
+                rate = int(op.attrs.get("rate", 0))
+                listed = min(length, int(op.attrs["window"])) + (length // rate if rate else 0)
+                kinds.add((rate, max(length, listed), graph.tensors[op.inputs[1]].width_of(model.rank, model.world), 0))
+        attention = sum(native.attention_bytes(self._threads, longest, dim, model.cache_dtype, rope_dim=rope_dim)
+                        for _, longest, dim, rope_dim in kinds)
         prepared = 0
         for op in graph.ops:
             if op.type not in ("linear", "expert_linear", "head_linear"):
@@ -266,8 +270,7 @@ class Cpus(Device):
             if op.type == "indexer":  # of one layer at a time
                 width, heads = (graph.tensors[name].width_of(model.rank, model.world) for name in op.inputs[:2])
                 rate = int(op.attrs.get("rate", 0))
-                length = model.config.engine_max_length // max(rate, 1)
-                scores = max(scores, native.indexer_bytes(self._threads, length, heads, width // heads,
+                scores = max(scores, native.indexer_bytes(self._threads, length // max(rate, 1), heads, width // heads,
                                                           entries=model.cache_dtype if rate else ""))
         # Rows prepared for a GEMM, and for attention.
         return (tensor_bytes(model, rows, outputs) + forms * attention + 2 * prepared
