@@ -49,10 +49,10 @@ class Device:
     default number of rows in a step; most_rows: the largest number. cache_share: the part of the memory beside the
     weights that a cache of unspecified size may take; largest_cache_share: the part it may take if even one request of
     full length needs it. latent_caches, row_caches: the types of a cache for latent attention, and for attention over
-    compressed positions. missing_ops: ops that it lacks, in words for users. classifies: it has models that sample no
-    tokens. host_memory: it computes in host memory, of which a host cache takes a part. for_images: the native
-    library's arguments for a model that takes images. tower_rate: operations a second of a vision tower, before one was
-    measured: a guess that is too low rather than too high.
+    compressed positions. missing_ops, missing_attributes: ops, and attributes of ops, that it lacks, in words for
+    users. classifies: it has models that sample no tokens. host_memory: it computes in host memory, of which a host
+    cache takes a part. for_images: the native library's arguments for a model that takes images. tower_rate: operations
+    a second of a vision tower, before one was measured: a guess that is too low rather than too high.
     """
 
     isa: str
@@ -65,8 +65,8 @@ class Device:
     latent_caches: tuple[str, ...] = ("float32", "bfloat16", "int8")
     row_caches: tuple[str, ...] = ("float32", "bfloat16")
     missing_ops: ClassVar[dict[str, str]] = {}
+    missing_attributes: ClassVar[dict[tuple[str, str], str]] = {}
     classifies = True
-    missing_attributes: ClassVar[dict[tuple[str, str], str]] = {}  # of ops, likewise
     host_memory = True
     for_images: ClassVar[dict[str, Any]] = {}
     tower_rate = 2e10
@@ -285,11 +285,11 @@ class Gpu(Device):
     most_rows = 65535  # blocks of threads in a grid's second dimension: some kernels have one for each row
     latent_caches = row_caches = UNQUANTIZED
     missing_ops: ClassVar[dict[str, str]] = {"pool_rows": "attention in both directions"}
+    missing_attributes: ClassVar[dict[tuple[str, str], str]] = {
+        ("latent_attention", "rate"): "attention to pools of positions that an indexer selects"}
     classifies = False
     for_images: ClassVar[dict[str, Any]] = {"given_rows": True}
     tower_rate = 2e13
-    missing_attributes: ClassVar[dict[tuple[str, str], str]] = {
-        ("latent_attention", "rate"): "attention to pools of positions that an indexer selects"}
     cache_share = largest_cache_share = 0.95
     host_memory = False
 

@@ -98,9 +98,10 @@ OP(indexer, {2, 3}, kOne, kNone, false, RowRule::as_input,
 // Compresses each `rate` positions of a sequence, from a multiple of it on, to an entry of the cache (DeepSeek-V4).
 // Input: [values | gates]; weights: a bias of gates [rate, gates' width], and the norm's, if there is one. An entry's
 // channel is the sum of the values times the softmax over positions of gate + bias; then come the RMS norm, and the
-// rotation of the last rotary_dim features, in interleaved pairs, by the first position of the rate. overlapping: values
-// and gates are twice as wide; an entry is of the second halves of its own positions, and the first halves of as many
-// before them. Rows are kept as `rows_layer` of a sliding or latent group; entries as a layer of a full or latent group.
+// rotation of the last rotary_dim features, in interleaved pairs, by the first position of the rate. overlapping:
+// values and gates are twice as wide; an entry is of the second halves of its own positions, and the first halves of as
+// many before them. Rows are kept as `rows_layer` of a sliding or latent group; entries as a layer of a full or latent
+// group.
 OP(compress, kOne, kNone, {1, 2}, false, RowRule::none,
    {within(whole("rate"), 2, 1 << 16), flag("overlapping"), number("eps"), counted("rotary_dim"), table_number,
     at_least_0(whole("rows_layer")), within(whole("rows_group"), 0, 255), at_least_0(whole("layer")),

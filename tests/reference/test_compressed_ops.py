@@ -4,6 +4,8 @@ rotations of a head's last features, and routers with a table of experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -110,29 +112,42 @@ def test_compressed_attention(heads, dim, rate, overlapping, selected, threads, 
     assert error <= tolerance
 
 
+def bits_do_not_depend_on_chunks(build: Callable[[], Toy], spans: Callable[[int, int], dict[str, list]], cache: str,
+                                 threads: int) -> None:
+    """A prompt in chunks of several sizes. Near the reference with a cache of floats. spans: those of positions
+    [begin, end).
+    """
+    results, length = [], 1290
+    prompt = np.random.default_rng(3).integers(0, VOCAB, length).tolist()
+    for chunk in (length, 333, 47, 5):
+        own = build()
+        executor, new = compiled(own, threads, dtype=cache, long=True, num_spans=512), [start(0, prompt)]
+        for begin in range(0, length, chunk):
+            end = min(begin + chunk, length)
+            work = item(0, end - begin, SAMPLE if end == length else 0, **spans(begin, end))
+            result = executor.step(plan([work], new), True)
+            new = []
+        results.append(result.logits.tobytes())
+    assert all(found == results[0] for found in results)
+    if cache == "float32":
+        runner = own.runner(num_spans=(400,) * own.groups, max_length=2048, max_rows=2048)
+        expected = runner.step(plan([item(0, length, SAMPLE, **spans(0, length))], [start(0, prompt)])).logits
+        error = np.abs(np.frombuffer(results[0], np.float32) - expected[0]).max()
+        assert error <= EXACT * np.sqrt(np.mean(expected ** 2))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("cache", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rate, overlapping, selected", [(0, False, 0), (4, True, 150), (37, False, 0), (7, False, 20)])
 def test_bits_of_compressed_positions_do_not_depend_on_chunks(rate, overlapping, selected, cache, threads):
     """Also where chunks end within the positions of an entry. Near the reference with a cache of floats."""
-    results, length = [], 1290
-    prompt = np.random.default_rng(3).integers(0, VOCAB, length).tolist()
-    for chunk in (length, 333, 47, 5):
+    def build() -> Toy:
         own = Toy(7, groups=GROUPS)
         own.finish(compressed(own, 20, 12, rate, selected, overlapping))
-        executor, new = compiled(own, threads, dtype=cache, long=True, num_spans=512), [start(0, prompt)]
-        for begin in range(0, length, chunk):
-            end = min(begin + chunk, length)
-            result = executor.step(plan([item(0, end - begin, SAMPLE if end == length else 0,
-                                              **spans_of(0, begin, end, 100))], new), True)
-            new = []
-        results.append(result.logits.tobytes())
-    assert all(found == results[0] for found in results)
-    if cache == "float32":
-        expected = own.runner(num_spans=(400,) * 3, max_length=2048, max_rows=2048).step(
-            plan([item(0, length, SAMPLE, **spans_of(0, 0, length, 100))], [start(0, prompt)])).logits
-        error = np.abs(np.frombuffer(results[0], np.float32) - expected[0]).max()
-        assert error <= EXACT * np.sqrt(np.mean(expected ** 2))
+        return own
+
+    bits_do_not_depend_on_chunks(build, lambda begin, end: spans_of(0, begin, end, 100), cache, threads)
+
 
 
 def test_rejected_drafts_leave_no_entries():

@@ -16,7 +16,7 @@ from reference.batch import Limits, Slots
 from reference.plan import GIVEN, LOOKUP, SAMPLE
 from reference.toy import ALL, OUTPUTS, Toy, generate, item, plan, spans_for, start
 from support.driver import shared_memories
-from support.latent_toys import VOCAB, indexed, selective
+from support.latent_toys import VOCAB, embedded, indexed, selective
 from support.recurrent_toys import SHAPES, SSD_SHAPES, STATE_KINDS, recurrent_model, with_conv, with_delta, with_ssd
 from support.seed import SEED
 
@@ -88,10 +88,6 @@ def compare(own: Toy, tolerance: float = EXACT, threads: int = 2, cache: str = "
         chosen = np.take_along_axis(expected.logits, found.tokens[:, None], 1)[:, 0]
         assert (expected.logits.max(1) - chosen <= 1e-4 * scale).all()
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-3)
-
-
-def embedded(own: Toy, width: int) -> int:
-    return own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)))
 
 
 WIDTHS = (1, 7, 31, 96, 257)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reference.plan import GIVEN, SAMPLE
+from reference.test_compressed_ops import bits_do_not_depend_on_chunks
 from reference.test_cpu_ops import EXACT, compare, compiled, embedded, prompts, toy
 from reference.toy import Toy, item, plan, start
 from support.latent_toys import POOL_GROUPS, VOCAB, pool_spans, pooled
@@ -42,24 +43,13 @@ def test_attention_to_all_pools(heads, latent, rope, pool, selected, threads, ca
 @pytest.mark.parametrize("heads, rope, pool, selected", [(3, 0, 4, 1), (19, 0, 5, 40), (2, 6, 7, 3), (5, 0, 2, 300)])
 def test_bits_do_not_depend_on_chunks(heads, rope, pool, selected, cache, threads):
     """Also where chunks end within a pool. Near the reference with a cache of floats."""
-    results, length = [], 1290
-    prompt = np.random.default_rng(3).integers(0, VOCAB, length).tolist()
-    for chunk in (length, 333, 47, 5):
+    def build() -> Toy:
         own = Toy(7, groups=POOL_GROUPS)
         own.finish(pooled(own, heads, 20, rope, pool, selected))
-        executor, new = compiled(own, threads, dtype=cache, long=True, num_spans=512), [start(0, prompt)]
-        for begin in range(0, length, chunk):
-            end = min(begin + chunk, length)
-            result = executor.step(plan([item(0, end - begin, SAMPLE if end == length else 0,
-                                              **pool_spans(0, begin, end, 100))], new), True)
-            new = []
-        results.append(result.logits.tobytes())
-    assert all(found == results[0] for found in results)
-    if cache == "float32":
-        expected = own.runner(num_spans=(400,) * 2, max_length=2048, max_rows=2048).step(
-            plan([item(0, length, SAMPLE, **pool_spans(0, 0, length, 100))], [start(0, prompt)])).logits
-        error = np.abs(np.frombuffer(results[0], np.float32) - expected[0]).max()
-        assert error <= EXACT * np.sqrt(np.mean(expected ** 2))
+        return own
+
+    bits_do_not_depend_on_chunks(build, lambda begin, end: pool_spans(0, begin, end, 100), cache, threads)
+
 
 
 def test_rows_may_lie_beside_the_latents():

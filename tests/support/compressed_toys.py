@@ -8,12 +8,8 @@ import numpy as np
 
 from allspark_server import _native
 from reference.toy import ALL, Toy
-from support.latent_toys import VOCAB
+from support.latent_toys import VOCAB, embedded
 from support.seed import SEED
-
-
-def embedded(own: Toy, width: int) -> int:
-    return own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)))
 
 
 def several_streams(streams: int, iterations: int, width: int) -> Toy:

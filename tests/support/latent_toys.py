@@ -9,6 +9,10 @@ from reference.toy import Toy
 VOCAB = 53
 
 
+def embedded(own: Toy, width: int) -> int:
+    return own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)))
+
+
 def indexed(own: Toy, heads: int, dim: int, selected: int, layer: int = 1) -> tuple[int, int]:
     """Rows of 31 small integers, and an indexer's selection. Its queries, weights and keys are sums of these, which no
     type of the cache rounds, so scores are exact.
